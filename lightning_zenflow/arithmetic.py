@@ -1,0 +1,82 @@
+"""AdamW as both halves apply it: one formula, one implementation, for device and host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow._compat import fused_adam_
+
+
+@dataclass(frozen=True, slots=True)
+class AdamHyper:
+    """Hyperparameters of one parameter group, as they are at one step.
+
+    ``decoupled`` is True for AdamW (the decay multiplies the weights) and False for Adam (the decay
+    is added to the gradient).
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+
+    @property
+    def step_decay(self) -> float:
+        """The factor that one step's decoupled decay applies to a weight."""
+        return 1.0 - self.lr * self.weight_decay if self.decoupled else 1.0
+
+
+def adam_update_(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    hyper: AdamHyper,
+    decay: float | Tensor,
+) -> None:
+    """One Adam update of ``master`` and its moments, in place.
+
+    Args:
+        master: weights, fp32 (or wider), any shape.
+        grad: the gradient to apply, same shape and dtype. Not changed.
+        exp_avg: first moment, same shape and dtype.
+        exp_avg_sq: second moment, same shape and dtype.
+        step: number of this update, 1-based; decides the bias correction.
+        hyper: learning rate, betas, eps and the *coupled* decay.
+        decay: decoupled decay factor, multiplied into ``master`` first. A tensor broadcasts over
+            rows, one factor a column. It is given apart from ``hyper`` because a host update carries
+            the product of the factors of several steps (design: hyperparameters of a host update).
+    """
+    if isinstance(decay, Tensor) or decay != 1.0:
+        master.mul_(decay)
+    fused_adam_(
+        [master],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [torch.full((), float(step), dtype=torch.float32, device=master.device)],
+        lr=hyper.lr,
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        eps=hyper.eps,
+        weight_decay=0.0 if hyper.decoupled else hyper.weight_decay,
+        decoupled=hyper.decoupled,
+    )
+
+
+def moment_rescale(beta: float, count_from: int, count_to: int) -> float:
+    """The factor that keeps a bias-corrected moment unchanged when its update count changes.
+
+    ``(1 - beta**to) / (1 - beta**from)``; 1 when either count is 0, as there is then nothing to
+    correct or no correction to keep (design: migration).
+    """
+    if count_from == 0 or count_to == 0 or count_from == count_to:
+        return 1.0
+    return float((1.0 - beta**count_to) / (1.0 - beta**count_from))

@@ -1,0 +1,14 @@
+"""The engine: one step in order, on torch alone. Knows nothing of Lightning."""
+
+from lightning_zenflow.engine.engine import HostMemory, ZenFlowEngine
+from lightning_zenflow.engine.hyper import UnsupportedOptimizerError
+from lightning_zenflow.engine.ledger import LedgerSummary, StallLedger, StepRecord
+
+__all__ = [
+    "HostMemory",
+    "LedgerSummary",
+    "StallLedger",
+    "StepRecord",
+    "UnsupportedOptimizerError",
+    "ZenFlowEngine",
+]

@@ -1,0 +1,93 @@
+"""Dense hot parameters: updated whole, on the device, at every step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow._compat import foreach_copy_, fused_adam_
+from lightning_zenflow.arithmetic import AdamHyper
+
+
+@dataclass
+class DenseState:
+    """Adam state of one parameter, on its device; ``master`` is None if the parameter is it."""
+
+    master: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    steps: int = 0
+
+
+class DenseHot:
+    """All parameters that are not offloaded. State is made at a parameter's first gradient."""
+
+    def __init__(self) -> None:
+        self.states: dict[Tensor, DenseState] = {}
+
+    def state(self, param: Tensor) -> DenseState:
+        """The parameter's state, made if need be (16-bit parameters get an fp32 master)."""
+        if param not in self.states:
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            value = param.detach()
+            self.states[param] = DenseState(
+                master=None if dtype == param.dtype else value.to(dtype),
+                exp_avg=torch.zeros_like(value, dtype=dtype),
+                exp_avg_sq=torch.zeros_like(value, dtype=dtype),
+            )
+        return self.states[param]
+
+    @property
+    def numel(self) -> int:
+        """Parameters with state so far."""
+        return sum(param.numel() for param in self.states)
+
+    def load_masters(self) -> None:
+        """Take the parameters' present values as masters."""
+        for param, state in self.states.items():
+            if state.master is not None:
+                state.master.copy_(param.detach())
+
+    def update(self, params: Iterable[Tensor], hyper: AdamHyper) -> None:
+        """One Adam update of each of ``params`` with its ``.grad``, in few fused calls."""
+        batches: dict[tuple[torch.dtype, torch.device, int], list[Tensor]] = defaultdict(list)
+        for param in params:
+            state = self.state(param)
+            state.steps += 1
+            batches[param.dtype, param.device, state.steps].append(param)
+        for (_, device, step), batch in batches.items():
+            self._update_batch(batch, hyper, step, device)
+
+    def _update_batch(
+        self, batch: list[Tensor], hyper: AdamHyper, step: int, device: torch.device
+    ) -> None:
+        states = [self.states[param] for param in batch]
+        values = [param.detach() for param in batch]
+        grads = [param.grad for param in batch if param.grad is not None]
+        masters = [
+            value if s.master is None else s.master for value, s in zip(values, states, strict=True)
+        ]
+        if masters[0] is not values[0]:
+            grads = [grad.to(master.dtype) for grad, master in zip(grads, masters, strict=True)]
+        if hyper.step_decay != 1.0:
+            torch._foreach_mul_(masters, hyper.step_decay)
+        count = torch.full((), float(step), dtype=torch.float32, device=device)
+        fused_adam_(
+            masters,
+            grads,
+            [state.exp_avg for state in states],
+            [state.exp_avg_sq for state in states],
+            [count] * len(batch),
+            lr=hyper.lr,
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            eps=hyper.eps,
+            weight_decay=0.0 if hyper.decoupled else hyper.weight_decay,
+            decoupled=hyper.decoupled,
+        )
+        if masters[0] is not values[0]:
+            foreach_copy_(values, masters)

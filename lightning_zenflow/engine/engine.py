@@ -1,0 +1,299 @@
+"""One optimizer step in order: merge, select, hot update, accumulate, submit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zenflow.arithmetic import AdamHyper
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.device import Device, TorchDevice
+from lightning_zenflow.engine.cold import ColdHalf
+from lightning_zenflow.engine.dense import DenseHot
+from lightning_zenflow.engine.hot import update_hot
+from lightning_zenflow.engine.hyper import (
+    check_gradient,
+    check_optimizer,
+    check_parameter,
+    read_hyper,
+)
+from lightning_zenflow.engine.ledger import StallLedger
+from lightning_zenflow.engine.matrix import Matrix, MatrixShape, build_matrix, matrix_shape
+from lightning_zenflow.engine.migration import select
+from lightning_zenflow.engine.schedule import Schedule, deal_phases
+from lightning_zenflow.engine.state import export_state, import_state
+from lightning_zenflow.host.layout import HostMatrix, HostSpec, dtype_name
+from lightning_zenflow.host.pool import UpdaterPool
+from lightning_zenflow.host.topology import place_workers
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """What the host half takes, as the engine laid it out.
+
+    ``total_bytes`` is the size of the arena; ``overheads`` are its parts beyond the budget per cold
+    parameter (control area, per-column factors, padding).
+    """
+
+    total_bytes: int
+    cold_parameters: int
+    hot_parameters: int
+    overheads: dict[str, int]
+
+    @property
+    def bytes_per_cold_parameter(self) -> float:
+        """Arena bytes for each cold parameter, overheads included; 0 without cold parameters."""
+        return self.total_bytes / self.cold_parameters if self.cold_parameters else 0.0
+
+
+class ZenFlowEngine:
+    """Replaces ``optimizer.step()`` of an Adam or AdamW by the two halves of ZenFlow.
+
+    The optimizer object keeps its role: learning rates and other hyperparameters are read from its
+    ``param_groups`` at every step. Its ``state`` stays empty.
+
+    Args:
+        optimizer: ``torch.optim.AdamW`` or ``Adam``; its parameters are on their final device.
+        config: the settings.
+        names: names of parameters, for messages; unnamed ones are numbered.
+        ledger: where stalls are written; a new one by default.
+        device: the device operations; plain torch by default.
+        local_rank, local_ranks: this rank among those that share the machine's cores.
+        delay_us: upper bound of random sleeps in the workers, for tests of the protocol.
+
+    Raises:
+        UnsupportedOptimizerError: an optimizer, option or parameter that cannot be offloaded.
+        OSError: the host arena could not be made.
+        WorkerDied: a worker did not start; from ``step`` and ``flush``: a worker has died.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        config: ZenFlowConfig,
+        *,
+        names: Mapping[Tensor, str] | None = None,
+        ledger: StallLedger | None = None,
+        device: Device | None = None,
+        local_rank: int = 0,
+        local_ranks: int = 1,
+        delay_us: int = 0,
+    ) -> None:
+        check_optimizer(optimizer)
+        self.optimizer = optimizer
+        self.config = config
+        self.ledger = ledger if ledger is not None else StallLedger()
+        self.schedule = Schedule.from_config(config)
+        self.steps = 0
+        self.dense = DenseHot()
+        self._device: Device = device if device is not None else TorchDevice()
+        self._names = dict(names or {})
+        self._hypers: list[AdamHyper] = []
+        self.pool: UpdaterPool | None = None
+        self._cold: ColdHalf | None = None
+        self.matrices: list[Matrix] = []
+        shapes = self._find_matrices()
+        self._numel = sum(p.numel() for p in self._trainable())
+        if shapes:
+            placement = place_workers(
+                config.num_workers,
+                config.threads_per_worker,
+                local_rank=local_rank,
+                local_ranks=local_ranks,
+            )
+            spec = HostSpec(
+                matrices=[HostMatrix(s.rows, s.n_cold, dtype_name(s.param.dtype)) for s in shapes],
+                workers=placement.workers,
+                threads=placement.threads,
+                chunk_elements=config.chunk_elements,
+                affinity=placement.affinity,
+                delay_us=delay_us,
+            )
+            self.pool = UpdaterPool(spec)
+            self._cold = ColdHalf(self.pool, self._device, self.ledger)
+            self.matrices = self._build_matrices(shapes, self.pool)
+        self._by_param: dict[Tensor, Matrix] = {m.param: m for m in self.matrices}
+        self.host_memory = self._measure_memory()
+
+    # -- set-up -----------------------------------------------------------------------------------
+
+    def _trainable(self) -> list[Tensor]:
+        groups = self.optimizer.param_groups
+        return [p for group in groups for p in group["params"] if p.requires_grad]
+
+    def _find_matrices(self) -> list[MatrixShape]:
+        shapes = []
+        for number, param in enumerate(self._trainable()):
+            name = self._names.setdefault(param, f"#{number}")
+            check_parameter(name, param)
+            shape = matrix_shape(name, param, self.config.topk_ratio, self.config.min_offload_numel)
+            if shape is not None:
+                shapes.append(shape)
+        return shapes
+
+    def _build_matrices(self, shapes: Sequence[MatrixShape], pool: UpdaterPool) -> list[Matrix]:
+        phases = deal_phases(
+            [s.rows * s.n_cold for s in shapes],
+            self.config.update_interval,
+            self.config.schedule == "staggered",
+        )
+        return [
+            build_matrix(shape, index, phase, pool.arena.matrices[index])
+            for index, (shape, phase) in enumerate(zip(shapes, phases, strict=True))
+        ]
+
+    def _measure_memory(self) -> HostMemory:
+        if self.pool is None:
+            return HostMemory(0, 0, self._numel, {})
+        layout = self.pool.arena.layout
+        return HostMemory(
+            total_bytes=layout.total_bytes,
+            cold_parameters=layout.cold_elements,
+            hot_parameters=self._numel - layout.cold_elements,
+            overheads=dict(layout.overheads()),
+        )
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One optimizer step with the ``.grad`` of every parameter.
+
+        Gradients must be final: averaged over ranks, unscaled, clipped. Parameters without gradient
+        are skipped by both halves.
+        """
+        self.ledger.start_clock()
+        if self.pool is not None:
+            self.pool.check()
+        step = self.steps + 1
+        self._hypers = [read_hyper(group) for group in self.optimizer.param_groups]
+        for group, hyper in zip(self.optimizer.param_groups, self._hypers, strict=True):
+            dense = []
+            for param in group["params"]:
+                matrix = self._by_param.get(param)
+                if matrix is not None:
+                    matrix.hyper = hyper
+                if param.grad is None:
+                    continue
+                check_gradient(self.name_of(param), param.grad)
+                if matrix is None:
+                    dense.append(param)
+                else:
+                    self._step_matrix(matrix, param.grad, step, hyper)
+            if dense:
+                self.dense.update(dense, hyper)
+        self.steps = step
+        self._finish_step(step)
+
+    def _step_matrix(self, matrix: Matrix, full_grad: Tensor, step: int, hyper: AdamHyper) -> None:
+        """The five parts of one step of one matrix (design: one step)."""
+        cold = self._require_cold()
+        grad = full_grad.reshape(matrix.rows, matrix.cols)
+        if matrix.outstanding and self.schedule.merge_due(step, matrix.outstanding.submitted):
+            cold.merge(matrix)
+        carried = None
+        if self.schedule.selection_due(step, matrix.phase, matrix.last_selection):
+            with self.ledger.stall("selection"):
+                carried = select(matrix, grad, step, hyper, self._device, cold)
+        update_hot(matrix, grad, hyper, carried, self._device)
+        cold.accumulate(matrix, grad, hyper.step_decay)
+        if self.schedule.warming_up(step):
+            cold.submit(matrix, step, hyper, lr_scale=1.0)
+        elif self.schedule.is_boundary(step, matrix.phase):
+            cold.submit(matrix, step, hyper, self.config.cold_lr_scale)
+
+    def _finish_step(self, step: int) -> None:
+        if self._cold is not None and self.pool is not None:
+            self._cold.wake()
+            if self.schedule.warming_up(step) or self.schedule.lag == 0:
+                for matrix in self.matrices:
+                    self._cold.merge(matrix)
+            self.ledger.close_step(step, self.pool.busy_seconds())
+        else:
+            self.ledger.close_step(step, 0.0)
+
+    def _require_cold(self) -> ColdHalf:
+        if self._cold is None:
+            raise RuntimeError("the engine is closed; build a new ZenFlowEngine to go on training")
+        return self._cold
+
+    # -- flush, reload, end -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Merge the outstanding updates, submit the partial windows, merge them too.
+
+        Afterwards no gradient is pending anywhere. The window grid does not move.
+        """
+        if self._cold is None or self.pool is None or not self._pending():
+            return
+        self.pool.check()
+        for matrix in self.matrices:
+            self._cold.merge(matrix, cause="flush")
+        for matrix in self.matrices:
+            if matrix.hyper is not None:
+                self._cold.submit(matrix, self.steps, matrix.hyper, self.config.cold_lr_scale)
+        self._cold.wake()
+        for matrix in self.matrices:
+            self._cold.merge(matrix, cause="flush")
+        self.ledger.close_flush(self.steps, self.pool.busy_seconds())
+
+    def _pending(self) -> bool:
+        return any(m.outstanding is not None or m.window.count for m in self.matrices)
+
+    @torch.no_grad()
+    def reload_masters(self) -> None:
+        """The parameters have been given new values: make them the masters, drop what is pending."""
+        for matrix in self.matrices:
+            self.settle(matrix)
+            matrix.outstanding = None
+            matrix.window.reset()
+            matrix.load_masters()
+        self.dense.load_masters()
+
+    def matrix_of(self, param: Tensor) -> Matrix | None:
+        """The matrix whose parameter ``param`` is; None if it is dense hot."""
+        return self._by_param.get(param)
+
+    def name_of(self, param: Tensor) -> str:
+        """The parameter's name, for messages."""
+        return self._names.get(param, "(added later)")
+
+    def settle(self, matrix: Matrix) -> None:
+        """Wait until the workers have done all that is posted for ``matrix``; merges nothing."""
+        self._require_cold().settle(matrix)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain AdamW would have it; see :func:`~.state.export_state`."""
+        return export_state(self)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state of plain AdamW's form; see :func:`~.state.import_state`."""
+        import_state(self, state_dict)
+
+    def close(self) -> None:
+        """Stop the workers and give the host memory back. Pending work is dropped; flush first."""
+        self._by_param = {}
+        self.matrices = []
+        self._cold = None
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,132 @@
+"""One matrix parameter and all that the engine keeps about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.arithmetic import AdamHyper
+from lightning_zenflow.device import HotState
+from lightning_zenflow.engine.columns import Columns, count_hot
+from lightning_zenflow.engine.window import Window
+from lightning_zenflow.host.arena import MatrixArrays
+
+
+@dataclass(frozen=True)
+class Outstanding:
+    """A host update that is not merged yet: the step it was submitted at, and its command."""
+
+    submitted: int
+    command: int
+
+
+@dataclass
+class Matrix:
+    """A parameter viewed as ``[rows, cols]``, split by columns into a hot and a cold half.
+
+    Attributes:
+        index: its place in the arena.
+        phase: where its boundaries lie in the window (staggered schedule).
+        hot: optimizer state of the hot columns; None if there are none (k = 0).
+        arrays: the cold half in the arena.
+        window: what the accumulator holds.
+        updates: host updates submitted so far (the bias correction's count).
+        steps: steps at which the matrix had a gradient (the hot half's count).
+        accumulated: number of the newest accumulate command.
+        last_selection: step at which hot columns were chosen last; None before the first time.
+        hyper: hyperparameters of the last step taken, which a flush uses.
+    """
+
+    name: str
+    param: Tensor
+    rows: int
+    cols: int
+    index: int
+    phase: int
+    columns: Columns
+    hot: HotState | None
+    arrays: MatrixArrays
+    window: Window = field(default_factory=Window)
+    outstanding: Outstanding | None = None
+    updates: int = 0
+    steps: int = 0
+    accumulated: int = 0
+    last_selection: int | None = None
+    hyper: AdamHyper | None = None
+
+    @property
+    def view(self) -> Tensor:
+        """The parameter as ``[rows, cols]``, sharing its memory.
+
+        Made anew each time: users and Lightning may replace ``param.data``.
+        """
+        return self.param.detach().view(self.rows, self.cols)
+
+    def load_masters(self) -> None:
+        """Take the parameter's present values as masters of both halves."""
+        self.arrays.master.copy_(self.view.index_select(1, self.columns.cold))
+        if self.hot is not None and self.hot.master is not None:
+            self.hot.master.copy_(self.view.index_select(1, self.columns.hot))
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """A matrix parameter before the arena exists."""
+
+    name: str
+    param: Tensor
+    rows: int
+    cols: int
+    n_hot: int
+
+    @property
+    def n_cold(self) -> int:
+        return self.cols - self.n_hot
+
+
+def matrix_shape(
+    name: str, param: Tensor, topk_ratio: float, min_offload_numel: int
+) -> MatrixShape | None:
+    """How ``param`` is split, or None if all of it stays on the device (dense hot).
+
+    Dense hot are: fewer than two dimensions, fewer than ``min_offload_numel`` elements, k = 1, and
+    two kinds that have no columns in memory: parameters that are not contiguous (channels-last), and
+    dtypes wider than fp32, whose masters an fp32 arena could not hold.
+    """
+    if param.ndim < 2 or param.numel() < max(1, min_offload_numel):
+        return None
+    if not param.is_contiguous() or param.dtype.itemsize > 4:
+        return None
+    rows = param.shape[0]
+    cols = param.numel() // rows
+    n_hot = count_hot(topk_ratio, cols)
+    return None if n_hot == cols else MatrixShape(name, param, rows, cols, n_hot)
+
+
+def build_matrix(shape: MatrixShape, index: int, phase: int, arrays: MatrixArrays) -> Matrix:
+    """A fresh matrix: provisional hot columns, masters from the parameter, zero moments."""
+    device = shape.param.device
+    columns = Columns.provisional(shape.n_hot, shape.cols, device)
+    hot: HotState | None = None
+    if shape.n_hot:
+
+        def state() -> Tensor:
+            return torch.zeros(shape.rows, shape.n_hot, dtype=torch.float32, device=device)
+
+        own_master = shape.param.dtype == torch.float32
+        hot = HotState(columns.hot, None if own_master else state(), state(), state())
+    matrix = Matrix(
+        name=shape.name,
+        param=shape.param,
+        rows=shape.rows,
+        cols=shape.cols,
+        index=index,
+        phase=phase,
+        columns=columns,
+        hot=hot,
+        arrays=arrays,
+    )
+    matrix.load_masters()
+    return matrix

@@ -1,0 +1,121 @@
+"""The optimizer's state in the form that plain AdamW has it, out of both halves and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.arithmetic import moment_rescale
+from lightning_zenflow.engine.matrix import Matrix
+
+if TYPE_CHECKING:
+    from lightning_zenflow.engine.engine import ZenFlowEngine
+
+
+def export_state(engine: ZenFlowEngine) -> dict[str, Any]:
+    """What ``optimizer.state_dict()`` would hold had plain AdamW trained the model.
+
+    Moments are fp32. Cold moments are rescaled to the hot half's step count, so that their
+    bias-corrected values are right. Nothing is flushed: gradients of an open window are not in it.
+    """
+    exported: dict[str, Any] = engine.optimizer.state_dict()
+    index = 0
+    for group in engine.optimizer.param_groups:
+        for param in group["params"]:
+            state = _export_param(engine, param)
+            if state is not None:
+                exported["state"][index] = state
+            index += 1
+    return exported
+
+
+def _export_param(engine: ZenFlowEngine, param: Tensor) -> dict[str, Tensor] | None:
+    matrix = engine.matrix_of(param)
+    if matrix is not None:
+        if matrix.steps == 0:
+            return None
+        engine.settle(matrix)
+        steps, moments = matrix.steps, _join_moments(matrix)
+    else:
+        dense = engine.dense.states.get(param)
+        if dense is None:
+            return None
+        steps, moments = dense.steps, (dense.exp_avg.clone(), dense.exp_avg_sq.clone())
+    step = torch.tensor(float(steps), dtype=torch.float32)
+    return {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+
+
+def _join_moments(matrix: Matrix) -> tuple[Tensor, Tensor]:
+    hyper, hot, host = matrix.hyper, matrix.hot, matrix.arrays
+    if hyper is None:
+        raise RuntimeError(f"{matrix.name} has taken steps but has no hyperparameters (a bug)")
+    joined = []
+    for beta, hot_side, cold_side in (
+        (hyper.beta1, None if hot is None else hot.exp_avg, host.exp_avg),
+        (hyper.beta2, None if hot is None else hot.exp_avg_sq, host.exp_avg_sq),
+    ):
+        whole = torch.empty(matrix.rows, matrix.cols, dtype=torch.float32)
+        scale = moment_rescale(beta, matrix.updates, matrix.steps)
+        whole[:, matrix.columns.cold.cpu()] = cold_side * scale
+        if hot_side is not None:
+            whole[:, matrix.columns.hot.cpu()] = hot_side.cpu()
+        joined.append(whole.view(matrix.param.shape))
+    return joined[0], joined[1]
+
+
+def import_state(engine: ZenFlowEngine, state_dict: dict[str, Any]) -> None:
+    """Continue from what plain AdamW, or :func:`export_state`, has saved.
+
+    Hyperparameters of the groups are restored, moments split over the halves, counters set; hot
+    columns are chosen anew at the next step.
+
+    Raises:
+        ValueError: the state does not fit the optimizer's parameters; names the parameter.
+    """
+    # Groups only: loading the state itself would cast it to 16 bits and put it on the device.
+    engine.optimizer.load_state_dict({**state_dict, "state": {}})
+    params = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    states = state_dict["state"]
+    for index, param in enumerate(params):
+        if index in states:
+            _check_shapes(engine.name_of(param), param, states[index])
+    engine.reload_masters()
+    for index, param in enumerate(params):
+        if index in states:
+            _import_param(engine, param, states[index])
+
+
+def _check_shapes(name: str, param: Tensor, state: dict[str, Any]) -> None:
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        if key not in state:
+            raise ValueError(
+                f"the saved optimizer state of parameter {name} has no {key!r} (it has "
+                f"{sorted(state)}): it was not saved by Adam or AdamW. Load the weights only."
+            )
+    for key in ("exp_avg", "exp_avg_sq"):
+        if state[key].shape != param.shape:
+            raise ValueError(
+                f"the saved {key} of parameter {name} has shape {tuple(state[key].shape)}, the "
+                f"parameter {tuple(param.shape)}: the checkpoint is of another model."
+            )
+
+
+def _import_param(engine: ZenFlowEngine, param: Tensor, state: dict[str, Any]) -> None:
+    steps = int(state["step"])
+    engine.steps = max(engine.steps, steps)
+    matrix = engine.matrix_of(param)
+    if matrix is None:
+        dense = engine.dense.state(param)
+        dense.steps = steps
+        dense.exp_avg.copy_(state["exp_avg"])
+        dense.exp_avg_sq.copy_(state["exp_avg_sq"])
+        return
+    matrix.steps = matrix.updates = steps  # one count for both sides: no rescaling needed
+    matrix.last_selection = None
+    for key in ("exp_avg", "exp_avg_sq"):
+        whole = state[key].to("cpu", torch.float32).reshape(matrix.rows, matrix.cols)
+        getattr(matrix.arrays, key).copy_(whole.index_select(1, matrix.columns.cold.cpu()))
+        if matrix.hot is not None:
+            getattr(matrix.hot, key).copy_(whole.index_select(1, matrix.columns.hot.cpu()))

@@ -1,0 +1,124 @@
+"""The commands that the trainer posts for a matrix, as they lie in the arena.
+
+Each matrix has a queue of :data:`~lightning_zenflow.host.layout.QUEUE_DEPTH` records. Command number
+``s`` (1-based) lies in record ``(s - 1) % QUEUE_DEPTH``; it counts as posted once the matrix's word in
+``posted`` is at least ``s``, and as done by a lane once that lane's word is at least ``s``. The lanes
+that own chunks of a matrix do its commands in order, each for its own chunks.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from lightning_zenflow.arithmetic import AdamHyper
+from lightning_zenflow.host.layout import COMMAND_BYTES
+
+
+class Kind(IntEnum):
+    """What a command asks of the owners of a matrix."""
+
+    ACCUMULATE = 1  # accumulator += staged gradient, or = if first in its window
+    UPDATE = 2  # one AdamW update with the mean of the accumulator
+
+
+RECORD = np.dtype(
+    [
+        ("kind", "<i8"),
+        ("first", "<i8"),
+        ("per_slot", "<i8"),
+        ("step", "<i8"),
+        ("decoupled", "<i8"),
+        ("lr", "<f8"),
+        ("beta1", "<f8"),
+        ("beta2", "<f8"),
+        ("eps", "<f8"),
+        ("weight_decay", "<f8"),
+        ("decay", "<f8"),
+        ("inverse_count", "<f8"),
+    ]
+)
+assert RECORD.itemsize == COMMAND_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Add the staged gradient to the accumulator; ``first``: overwrite it instead.
+
+    Overwriting at the first gradient of a window saves clearing the accumulator after the update.
+    """
+
+    first: bool
+
+    def record(self) -> tuple[float, ...]:
+        return (Kind.ACCUMULATE, self.first, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One AdamW update of every cold column with ``accumulator * inverse_count``.
+
+    ``step`` is the number of this host update (bias correction), ``decay`` the product of the
+    window's decoupled decay factors. With ``per_slot`` the vectors in the arena replace the two
+    scalars ``decay`` and ``inverse_count``.
+    """
+
+    hyper: AdamHyper
+    step: int
+    decay: float
+    inverse_count: float
+    per_slot: bool
+
+    def record(self) -> tuple[float, ...]:
+        h = self.hyper
+        return (
+            Kind.UPDATE,
+            0,
+            self.per_slot,
+            self.step,
+            h.decoupled,
+            h.lr,
+            h.beta1,
+            h.beta2,
+            h.eps,
+            h.weight_decay,
+            self.decay,
+            self.inverse_count,
+        )
+
+    @classmethod
+    def from_record(cls, record: np.void) -> Update:
+        hyper = AdamHyper(
+            lr=float(record["lr"]),
+            beta1=float(record["beta1"]),
+            beta2=float(record["beta2"]),
+            eps=float(record["eps"]),
+            weight_decay=float(record["weight_decay"]),
+            decoupled=bool(record["decoupled"]),
+        )
+        return cls(
+            hyper=hyper,
+            step=int(record["step"]),
+            decay=float(record["decay"]),
+            inverse_count=float(record["inverse_count"]),
+            per_slot=bool(record["per_slot"]),
+        )
+
+
+Command = Accumulate | Update
+
+
+def fence() -> None:
+    """Order the memory accesses before this call before those after it.
+
+    x86-64 keeps stores in order by itself. Elsewhere (Grace, Graviton) a word in the arena could
+    become visible before the data it announces; giving a lock back and taking it again is the
+    cheapest full ordering that Python offers (a release followed by an acquire, about 60 ns).
+    """
+    lock = threading.Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()

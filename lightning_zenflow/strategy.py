@@ -1,0 +1,284 @@
+"""``Trainer(strategy="zenflow")``: Lightning's DDP strategy with the engine in the optimizer's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.engine import (
+    HostMemory,
+    StallLedger,
+    UnsupportedOptimizerError,
+    ZenFlowEngine,
+)
+from lightning_zenflow.facade import OptimizerFacade
+
+if TYPE_CHECKING:
+    from lightning_zenflow.callbacks import GradientSyncCallback
+
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
+
+
+class _DefaultInterval(int):
+    """The default of ``update_interval``, told apart from a 4 that the user wrote.
+
+    ``GradientSyncCallback(every_n_steps=8)`` may replace the default; beside an explicit 4 it is a
+    contradiction.
+    """
+
+
+DEFAULT_INTERVAL = _DefaultInterval(4)
+
+
+class ZenFlowStrategy(DDPStrategy):
+    """Trains with AdamW whose state lies in host memory, without waiting for it.
+
+    Args:
+        *args: positional arguments of :class:`~lightning.pytorch.strategies.DDPStrategy`.
+        topk_ratio: k, share of each matrix's columns that is hot: updated on the device every step.
+        update_interval: S, optimizer steps in a window of the cold columns.
+        update_lag: L, steps from a window's end to its merge, 0 to S; None means S.
+        select_interval: R, least number of steps between two choices of hot columns; "auto" is 4 S.
+        warmup_steps: W, first steps that update everything synchronously, as plain AdamW.
+        schedule: "window" ends all windows at the same step, "staggered" spreads them.
+        min_offload_numel: smaller parameters stay on the device whole.
+        cold_lr_scale: factor on the learning rate of host updates.
+        num_workers: updater processes of each rank; "auto" is one a physical core, less one.
+        threads_per_worker: threads in each; "auto" is 1.
+        kernels: device operations: "torch", or "auto" for the best that is available.
+        **kwargs: keyword arguments of DDPStrategy and DistributedDataParallel.
+
+    Attributes:
+        config: the settings, checked.
+        engine: the running engine, None outside of fit.
+        ledger: stall times; stays readable after fit.
+        host_memory: what the host half took; stays readable after fit.
+
+    Raises:
+        TypeError, ValueError: a setting is wrong (named, with value and remedy).
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        topk_ratio: float = 0.1,
+        update_interval: int = DEFAULT_INTERVAL,
+        update_lag: int | None = None,
+        select_interval: int | Literal["auto"] = "auto",
+        warmup_steps: int = 0,
+        schedule: Literal["window", "staggered"] = "window",
+        min_offload_numel: int = 65536,
+        cold_lr_scale: float = 1.0,
+        num_workers: int | Literal["auto"] = "auto",
+        threads_per_worker: int | Literal["auto"] = "auto",
+        kernels: Literal["auto", "cupy", "torch"] = "auto",
+        **kwargs: Any,
+    ) -> None:
+        self._interval_is_default = isinstance(update_interval, _DefaultInterval)
+        self.config = ZenFlowConfig(
+            topk_ratio=topk_ratio,
+            update_interval=int(update_interval) if self._interval_is_default else update_interval,
+            update_lag=update_lag,
+            select_interval=select_interval,
+            warmup_steps=warmup_steps,
+            schedule=schedule,
+            min_offload_numel=min_offload_numel,
+            cold_lr_scale=cold_lr_scale,
+            num_workers=num_workers,
+            threads_per_worker=threads_per_worker,
+            kernels=kernels,
+        )
+        # DDP's buckets and the gradients share memory: one copy of the gradients instead of two.
+        kwargs.setdefault("gradient_as_bucket_view", True)
+        super().__init__(*args, **kwargs)
+        if self._model_averaging_period is not None:
+            raise ValueError(
+                f"model_averaging_period={self._model_averaging_period!r}: averaging the weights over "
+                "ranks behind the engine's back would leave its fp32 masters behind; remove it, or "
+                "use strategy='ddp'"
+            )
+        self.engine: ZenFlowEngine | None = None
+        self.ledger = StallLedger()
+        self.host_memory = HostMemory(0, 0, 0, {})
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Lightning calls this for its own strategies only; see ``registration.py`` for ours."""
+
+    # -- set-up and end ---------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn == "fit":
+            self._check_run()
+            self._arrange_callbacks(trainer)
+        super().setup(trainer)
+
+    def configure_ddp(self) -> None:
+        """Wrap the model only where there is something to reduce."""
+        if self.world_size > 1:
+            super().configure_ddp()
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self._close_engine()
+        self.ledger = StallLedger()
+        optimizers = [opt for opt in self.optimizers if opt.param_groups]
+        if not optimizers:
+            return  # configure_optimizers returned None: nothing will be stepped
+        if len(optimizers) > 1:
+            raise UnsupportedOptimizerError(
+                f"configure_optimizers returned {len(optimizers)} optimizers; strategy='zenflow' "
+                "trains with one. Put the parameters into groups of one AdamW, or use strategy='ddp'."
+            )
+        module = self.lightning_module
+        assert module is not None
+        self.engine = ZenFlowEngine(
+            optimizers[0],
+            self.config,
+            names={param: name for name, param in module.named_parameters()},
+            ledger=self.ledger,
+            local_rank=self.local_rank,
+            local_ranks=self.num_processes,
+        )
+        self.host_memory = self.engine.host_memory
+
+    def _check_run(self) -> None:
+        """Refuse what this version does not do exactly, before anything is built."""
+        module = self.lightning_module
+        assert module is not None
+        precision = self.precision_plugin.precision
+        if precision not in PRECISIONS:
+            raise ValueError(
+                f"precision={precision!r} is not supported by strategy='zenflow' yet; use one of "
+                f"{', '.join(PRECISIONS)}, or strategy='ddp' for {precision!r}"
+            )
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{type(module).__name__} sets automatic_optimization=False; strategy='zenflow' does "
+                "not support manual optimization yet. Use automatic optimization, or strategy='ddp'."
+            )
+        for name, child in module.named_modules():
+            if getattr(child, "sparse", False) is True:
+                raise UnsupportedOptimizerError(
+                    f"{type(child).__name__} {name!r} has sparse=True: AdamW needs dense gradients. "
+                    "Create it with sparse=False."
+                )
+        if self.root_device.type != "cpu":
+            rank_zero_warn(
+                f"this version of ZenFlow moves gradients on {self.root_device} with plain "
+                "synchronous copies: the arithmetic is exact, but the stall is not hidden yet"
+            )
+
+    def _arrange_callbacks(self, trainer: pl.Trainer) -> None:
+        """One GradientSyncCallback, first of all; one StallMonitor."""
+        from lightning_zenflow.callbacks import GradientSyncCallback, StallMonitor  # they import us
+
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        syncs = [c for c in callbacks if isinstance(c, GradientSyncCallback)]
+        if len(syncs) > 1:
+            raise ValueError(
+                f"{len(syncs)} GradientSyncCallbacks were given; one decides the update interval: "
+                "keep one"
+            )
+        sync = syncs[0] if syncs else GradientSyncCallback()
+        self._adopt_interval(sync)
+        # First, so that every other callback's on_train_epoch_end sees flushed weights.
+        callbacks[:] = [sync, *(c for c in callbacks if c is not sync)]
+        if not any(isinstance(c, StallMonitor) for c in callbacks):
+            callbacks.insert(1, StallMonitor())
+
+    def _adopt_interval(self, sync: GradientSyncCallback) -> None:
+        every = sync.every_n_steps
+        if every is None or every == self.config.update_interval:
+            return
+        if not self._interval_is_default:
+            raise ValueError(
+                f"GradientSyncCallback(every_n_steps={every}) contradicts "
+                f"update_interval={self.config.update_interval} of ZenFlowStrategy: both set the steps "
+                "between two merges. Remove one of them, or give both the same value."
+            )
+        self.config = self.config.with_update_interval(every)
+
+    def _close_engine(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+    def teardown(self) -> None:
+        self._close_engine()
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the engine: processes and shared memory stay where they are (spawn, deepcopy)."""
+        return {**self.__dict__, "engine": None}
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self.engine is None or optimizer is not self.engine.optimizer:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        # Only the precision plugin sees the facade: schedulers, tuners and callbacks that look at
+        # trainer.optimizers keep the user's own AdamW.
+        facade: Any = OptimizerFacade(self.engine)
+        return super().optimizer_step(facade, closure, model, **kwargs)
+
+    def flush(self) -> None:
+        """Apply every pending gradient. Does nothing outside of fit."""
+        if self.engine is not None:
+            self.engine.flush()
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.ledger.start_clock()
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self.ledger.stop_clock()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self.engine is not None and self.engine.steps:
+            self.ledger.start_clock()
+
+    def on_train_end(self) -> None:
+        self.flush()  # also where a tuner has replaced the callbacks
+        self.ledger.stop_clock()
+        super().on_train_end()
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state that plain AdamW would have; gradients of an open window are not in it."""
+        if self.engine is not None and optimizer is self.engine.optimizer:
+            return self.engine.state_dict()
+        if optimizer.param_groups and not optimizer.state:
+            rank_zero_warn(
+                "the optimizer's moments were given back when fit ended: this checkpoint holds the "
+                "weights and no optimizer state. Save during fit, e.g. ModelCheckpoint(save_last=True)."
+            )
+        return super().optimizer_state(optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.engine is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        (state,) = checkpoint["optimizer_states"]
+        self.engine.load_state_dict(state)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict=strict)
+        if self.engine is not None:  # in the middle of fit, e.g. by a tuner
+            self.engine.reload_masters()
