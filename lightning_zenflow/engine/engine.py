@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -65,6 +65,7 @@ class ZenFlowEngine:
         ledger: where stalls are written; a new one by default.
         device: the device operations; plain torch by default.
         local_rank, local_ranks: this rank among those that share the machine's cores.
+        make_pool: what runs the host half; worker processes by default.
         delay_us: upper bound of random sleeps in the workers, for tests of the protocol.
 
     Raises:
@@ -83,6 +84,7 @@ class ZenFlowEngine:
         device: Device | None = None,
         local_rank: int = 0,
         local_ranks: int = 1,
+        make_pool: Callable[[HostSpec], UpdaterPool] = UpdaterPool,
         delay_us: int = 0,
     ) -> None:
         check_optimizer(optimizer)
@@ -115,7 +117,7 @@ class ZenFlowEngine:
                 affinity=placement.affinity,
                 delay_us=delay_us,
             )
-            self.pool = UpdaterPool(spec)
+            self.pool = make_pool(spec)
             self._cold = ColdHalf(self.pool, self._device, self.ledger)
             self.matrices = self._build_matrices(shapes, self.pool)
         self._by_param: dict[Tensor, Matrix] = {m.param: m for m in self.matrices}

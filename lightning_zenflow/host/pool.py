@@ -44,6 +44,7 @@ def _environment() -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join([p for p in sys.path if p] + [package_root])
     env["CUDA_VISIBLE_DEVICES"] = ""  # a worker has no business on a GPU
     env["OMP_NUM_THREADS"] = "1"
+    env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # nor on any other device
     return env
 
 

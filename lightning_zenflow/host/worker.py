@@ -123,7 +123,7 @@ def serve(lane: Lane, worker: int) -> None:
     """Run a lane; an error ends the process with its traceback left in the arena."""
     try:
         lane.run()
-    except BaseException:  # noqa: BLE001 - reported to the trainer, which raises it there
+    except BaseException:  # reported to the trainer, which raises it there
         lane.arena.write_error(worker, traceback.format_exc())
         os._exit(EXIT_ERROR)
 

@@ -77,7 +77,9 @@ def main() -> None:
         jobs[f"chunks of {elements >> 10}K"] = chunked
         jobs["whole tensors"] = whole
     medians = measure(jobs, args.rounds)
-    print(f"{rows * COLS / 1e6:.0f} M parameters, 1 thread, torch {torch.__version__}, pid {os.getpid()}")
+    print(
+        f"{rows * COLS / 1e6:.0f} M parameters, 1 thread, torch {torch.__version__}, pid {os.getpid()}"
+    )
     for name, seconds in sorted(medians.items(), key=lambda item: item[1]):
         rate = BYTES_PER_PARAMETER * rows * COLS / seconds / 1e9
         ratio = medians["whole tensors"] / seconds

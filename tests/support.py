@@ -1,0 +1,95 @@
+"""Shared by the tests: an engine on a small model, and a pool whose lanes run in this thread."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.engine import ZenFlowEngine
+from lightning_zenflow.host.arena import Arena
+from lightning_zenflow.host.layout import HostSpec
+from lightning_zenflow.host.pool import UpdaterPool
+from lightning_zenflow.host.worker import READY, Lane
+
+
+class InlinePool(UpdaterPool):
+    """The real arena, protocol and lanes, but no processes: lanes run when the trainer wakes or waits.
+
+    It starts in milliseconds, so that hypothesis can build hundreds, and ``seed`` decides how the
+    lanes interleave with the trainer: from "nothing is done before it is waited for" to "all is done
+    at once", and everything between.
+    """
+
+    def __init__(self, spec: HostSpec, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self.lanes: list[Lane] = []
+        super().__init__(spec)
+
+    def _start(self) -> None:
+        for index in range(self.spec.lanes):
+            arena = Arena.attach(os.dup(self.arena.fd))
+            self._fds.append(arena.fd)
+            lane = Lane(arena, index, self._wake[index], self._completed)
+            lane.words[READY] = 1
+            self.lanes.append(lane)
+
+    def wake(self) -> None:
+        for lane in self._random.sample(self.lanes, len(self.lanes)):
+            for _ in range(self._random.randrange(4)):
+                lane.pass_once()
+
+    def _sleep(self, milliseconds: int) -> None:
+        if self.closed:
+            raise RuntimeError("the updater pool is closed")
+        if milliseconds:
+            self._random.choice(self.lanes).pass_once()
+
+
+def inline(seed: int = 0) -> Callable[[HostSpec], UpdaterPool]:
+    """For ``ZenFlowEngine(make_pool=...)``."""
+    return lambda spec: InlinePool(spec, seed)
+
+
+def make_engine(optimizer: Optimizer, *, seed: int | None = 0, **settings: Any) -> ZenFlowEngine:
+    """An engine that offloads every matrix; ``seed=None`` uses real worker processes.
+
+    ``settings`` are ZenFlowConfig's, with ``min_offload_numel=0`` and ``num_workers=1`` by default;
+    ``delay_us`` and ``names`` go to the engine.
+    """
+    extra = {key: settings.pop(key) for key in ("delay_us", "names") if key in settings}
+    config = ZenFlowConfig(**{"min_offload_numel": 0, "num_workers": 1, **settings})
+    pool = UpdaterPool if seed is None else inline(seed)
+    return ZenFlowEngine(optimizer, config, make_pool=pool, **extra)
+
+
+def set_grads(params: list[torch.Tensor], step: int, seed: int = 0) -> None:
+    """Random gradients of ``step`` (1-based), the same for the same seed, in each parameter's dtype."""
+    gen = torch.Generator().manual_seed(1_000_003 * seed + step)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=gen).to(param.dtype)
+
+
+def children() -> list[int]:
+    """Process ids of this process's children, zombies included."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        found += [int(pid) for pid in (task / "children").read_text().split()]
+    return found
+
+
+def open_descriptors() -> dict[int, str]:
+    """Open descriptors of this process and what they are."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found[int(fd)] = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue  # the one that listed the directory
+    return found
