@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import MeanMetric
 
 VOCABULARY = 256
 
@@ -121,6 +122,7 @@ class GPTModule(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.model = GPT(layers, width, heads, block_size)
+        self.val_loss = MeanMetric()  # over windows: the last batch may be smaller
         self._lr = lr
         self._weight_decay = weight_decay
         self._lr_warmup = lr_warmup
@@ -139,8 +141,8 @@ class GPTModule(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        loss = self._loss(batch)
-        self.log("val_loss", loss, batch_size=len(batch), prog_bar=True, sync_dist=True)
+        self.val_loss.update(self._loss(batch), weight=len(batch))
+        self.log("val_loss", self.val_loss, prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         params = list(self.parameters())

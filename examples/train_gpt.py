@@ -141,19 +141,18 @@ def _percent(part: float, whole: float) -> str:
     return f"{part / whole:.2%} of training" if whole > 0.0 else "no steps"
 
 
-def report(title: str, rows: Rows) -> None:
-    """Print the closing table."""
+def result_table(title: str, rows: Rows) -> Table:
+    """The closing table."""
     table = Table(title=title, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    return table
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train, validate the final weights, print the table."""
-    options = parse(argv)
+def train(options: Options) -> tuple[pl.Trainer, Rows]:
+    """Train, then validate the final weights. Returns the trainer and the first rows of the table."""
     # Cutting a batch out of memory takes microseconds: loader processes would only cost.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     pl.seed_everything(options.seed, verbose=False)
@@ -169,18 +168,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer = build_trainer(options)
     started = time.perf_counter()
     trainer.fit(module, data)
-    seconds = time.perf_counter() - started
-    steps = trainer.global_step
-    [metrics] = trainer.validate(module, data, verbose=False)
+    seconds, steps = time.perf_counter() - started, trainer.global_step
+    trainer.validate(module, data, verbose=False)
+    return trainer, [
+        ("validation loss", f"{trainer.callback_metrics['val_loss']:.4f} nats a byte"),
+        ("unigram entropy", f"{unigram_entropy(data.text):.4f} nats a byte"),
+        ("optimizer steps", f"{steps:,}"),
+        ("wall time of fit", f"{seconds:.1f} s"),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train as the command line says, and print the table."""
+    options = parse(argv)
+    trainer, rows = train(options)
     if trainer.is_global_zero:
-        rows = [
-            ("validation loss", f"{metrics['val_loss']:.4f} nats a byte"),
-            ("unigram entropy", f"{unigram_entropy(data.text):.4f} nats a byte"),
-            ("optimizer steps", f"{steps:,}"),
-            ("wall time of fit", f"{seconds:.1f} s"),
-            *strategy_rows(trainer.strategy),
-        ]
-        report(f"Byte-level GPT, strategy {options.strategy}", rows)
+        rows += strategy_rows(trainer.strategy)
+        Console().print(result_table(f"Byte-level GPT, strategy {options.strategy}", rows))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from lightning_zenflow.engine import StepRecord
+from lightning_zenflow.engine import LedgerSummary, StallLedger
 from lightning_zenflow.strategy import ZenFlowStrategy
 
 
@@ -27,19 +27,19 @@ def zenflow_strategy(trainer: pl.Trainer, who: str) -> ZenFlowStrategy:
     return trainer.strategy
 
 
-def stall_metrics(record: StepRecord | None) -> dict[str, float]:
-    """One step's ledger under the names used in loggers; times in milliseconds."""
-    if record is None:
+def stall_metrics(part: LedgerSummary) -> dict[str, float]:
+    """Means over the steps of ``part`` under the names used in loggers; times in milliseconds."""
+    if part.steps == 0:
         return {}
     metrics = {
-        "zenflow/step_ms": record.wall_seconds * 1e3,
-        "zenflow/stall_ms": sum(record.stall_seconds.values()) * 1e3,
-        "zenflow/stall_share": record.stall_share,
+        "zenflow/step_ms": part.wall_seconds * 1e3 / part.steps,
+        "zenflow/stall_ms": sum(part.stall_seconds.values()) * 1e3 / part.steps,
+        "zenflow/stall_share": part.stall_share,
     }
-    for cause, seconds in record.stall_seconds.items():
-        metrics[f"zenflow/stall_{cause}_ms"] = seconds * 1e3
-    if not math.isnan(record.hidden_share):
-        metrics["zenflow/hidden_share"] = record.hidden_share
+    for cause, seconds in part.stall_seconds.items():
+        metrics[f"zenflow/stall_{cause}_ms"] = seconds * 1e3 / part.steps
+    if not math.isnan(part.hidden_share):
+        metrics["zenflow/hidden_share"] = part.hidden_share
     return metrics
 
 
@@ -86,18 +86,21 @@ class GradientSyncCallback(Callback):
 
 
 class StallMonitor(Callback):
-    """Sends the ledger's last step to all loggers, every ``log_every_n_steps`` optimizer steps.
+    """Sends the ledger's numbers to all loggers, every ``log_every_n_steps`` optimizer steps.
 
-    Names: ``zenflow/step_ms``, ``zenflow/stall_ms``, ``zenflow/stall_<cause>_ms``,
-    ``zenflow/stall_share``, ``zenflow/hidden_share``. Added by the strategy; the numbers are plain
-    floats, so logging them never waits for the device.
+    Each is the mean over the steps since the time before: a single step would show a boundary or not
+    depending on how the two intervals divide. Names: ``zenflow/step_ms``, ``zenflow/stall_ms``,
+    ``zenflow/stall_<cause>_ms``, ``zenflow/stall_share``, ``zenflow/hidden_share``. Added by the
+    strategy; plain floats, so logging them never waits for the device.
     """
 
     def __init__(self) -> None:
-        self._logged = 0
+        self._logged = StallLedger().summary()
+        self._step = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._logged = trainer.global_step
+        self._step = trainer.global_step
+        self._logged = zenflow_strategy(trainer, type(self).__name__).ledger.summary()
 
     def on_train_batch_end(
         self,
@@ -109,9 +112,10 @@ class StallMonitor(Callback):
     ) -> None:
         step = trainer.global_step
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if step == self._logged or every == 0 or step % every:
+        if step == self._step or every == 0 or step % every:
             return
-        self._logged = step
-        metrics = stall_metrics(zenflow_strategy(trainer, type(self).__name__).ledger.last)
+        now = zenflow_strategy(trainer, type(self).__name__).ledger.summary()
+        metrics = stall_metrics(now.since(self._logged))
+        self._step, self._logged = step, now
         for logger in trainer.loggers if metrics else ():
             logger.log_metrics(metrics, step=step - 1)  # the number Lightning gives this step

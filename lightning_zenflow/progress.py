@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar
 from rich.progress import ProgressColumn, Task
+from rich.table import Column
 from rich.text import Text
 
 from lightning_zenflow.callbacks import zenflow_strategy
@@ -15,7 +16,7 @@ from lightning_zenflow.engine import StepRecord
 
 
 class StallColumn(ProgressColumn):
-    """``stall 1.2 ms (3 %) hidden 98 %``, smoothed over steps, beside the training bar.
+    """``stall 1.2 ms 3% hidden 98%``, smoothed over steps, beside the training bar.
 
     Rendered by rich's refresh thread from a string that the training thread has replaced whole.
     """
@@ -23,7 +24,7 @@ class StallColumn(ProgressColumn):
     max_refresh = 0.25
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(table_column=Column(no_wrap=True))
         self.text = ""
         self.task_id: int | None = None
 
@@ -58,7 +59,7 @@ class Smoothed:
         share = m["stall"] / m["wall"] if m["wall"] > 0 else 0.0
         hidden = max(0.0, 1.0 - m["waited"] / m["busy"]) if m["busy"] > 0 else math.nan
         tail = "" if math.isnan(hidden) else f" hidden {hidden:.0%}"
-        return f"stall {m['stall'] * 1e3:.1f} ms ({share:.0%}){tail}"
+        return f"stall {m['stall'] * 1e3:.1f} ms {share:.0%}{tail}"
 
 
 class ZenFlowProgressBar(RichProgressBar):

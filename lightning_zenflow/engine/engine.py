@@ -22,6 +22,7 @@ from lightning_zenflow.engine.hyper import (
     check_optimizer,
     check_parameter,
     read_hyper,
+    refuse_direct_step,
 )
 from lightning_zenflow.engine.ledger import StallLedger
 from lightning_zenflow.engine.matrix import Matrix, MatrixShape, build_matrix, matrix_shape
@@ -56,7 +57,8 @@ class ZenFlowEngine:
     """Replaces ``optimizer.step()`` of an Adam or AdamW by the two halves of ZenFlow.
 
     The optimizer object keeps its role: learning rates and other hyperparameters are read from its
-    ``param_groups`` at every step. Its ``state`` stays empty.
+    ``param_groups`` at every step. Its ``state`` stays empty, and its own ``step`` is refused until
+    the engine is closed.
 
     Args:
         optimizer: ``torch.optim.AdamW`` or ``Adam``; its parameters are on their final device.
@@ -122,6 +124,7 @@ class ZenFlowEngine:
             self.matrices = self._build_matrices(shapes, self.pool)
         self._by_param: dict[Tensor, Matrix] = {m.param: m for m in self.matrices}
         self.host_memory = self._measure_memory()
+        self._guard = optimizer.register_step_pre_hook(refuse_direct_step)
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -282,6 +285,7 @@ class ZenFlowEngine:
 
     def close(self) -> None:
         """Stop the workers and give the host memory back. Pending work is dropped; flush first."""
+        self._guard.remove()
         self._by_param = {}
         self.matrices = []
         self._cold = None

@@ -102,3 +102,17 @@ def check_gradient(name: str, grad: Tensor) -> None:
             f"parameter {name} has a gradient of layout {grad.layout}: AdamW needs dense gradients. "
             "Create its module with sparse=False."
         )
+
+
+def refuse_direct_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A step pre-hook: the optimizer's own ``step`` would update weights behind the engine's back.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"{type(optimizer).__name__}.step() was called directly while ZenFlow trains its parameters: "
+        "it would change weights whose masters live on the host, and make a second set of moments. "
+        "Let Lightning step (automatic optimization, or the LightningOptimizer that "
+        "LightningModule.optimizers() returns), or call engine.step() in a loop of your own."
+    )

@@ -41,13 +41,23 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class LedgerSummary:
-    """Totals of a run. ``host_busy_seconds`` is the lanes' mean working time."""
+    """Totals of a run, or of a part of it. ``host_busy_seconds`` is the lanes' mean working time."""
 
     steps: int
     wall_seconds: float
     stall_seconds: dict[str, float]
     host_busy_seconds: float
     updates: int
+
+    def since(self, earlier: LedgerSummary) -> LedgerSummary:
+        """What has been added after ``earlier``, a summary of the same ledger."""
+        return LedgerSummary(
+            self.steps - earlier.steps,
+            self.wall_seconds - earlier.wall_seconds,
+            {cause: s - earlier.stall_seconds[cause] for cause, s in self.stall_seconds.items()},
+            self.host_busy_seconds - earlier.host_busy_seconds,
+            self.updates - earlier.updates,
+        )
 
     @property
     def stall_share(self) -> float:
