@@ -1,5 +1,7 @@
 # `make demo` and `make test` need nothing but Python 3.11 or 3.12 on Linux.
-PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(shell command -v $(p) 2>/dev/null)))
+# The first that runs and fits (version managers leave shims on the path that do not run).
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 # Installed first: the plain name pulls the CUDA build and gigabytes of libraries where there is no GPU.
 TORCH ?= torch==2.13.0
@@ -24,7 +26,7 @@ docs: $(READY)
 	$(BIN)/mkdocs build --strict
 
 $(READY): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13) and "Python 3.11 or 3.12 is needed, this is " + sys.version + "; try make PYTHON=python3.11")'
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 found; install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip "setuptools>=77"
 	$(BIN)/pip install --quiet "$(TORCH)"

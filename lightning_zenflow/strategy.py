@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
-from torch.nn import Module
+from torch.nn import Embedding, EmbeddingBag, Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_zenflow.config import ZenFlowConfig
@@ -35,6 +38,26 @@ class _DefaultInterval(int):
 
 
 DEFAULT_INTERVAL = _DefaultInterval(4)
+
+
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that nothing takes.
+
+    DDPStrategy keeps them for DistributedDataParallel, which is not built for one rank: a misspelt
+    ``update_interval`` would train with the default.
+    """
+    known = {
+        name
+        for function in (ZenFlowStrategy, DDPStrategy, DistributedDataParallel)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    } - {"module"}
+    for name in given.keys() - known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(known))}"
+        raise TypeError(
+            f"ZenFlowStrategy takes no argument {name!r} (given {given[name]!r}); {hint}"
+        )
 
 
 class ZenFlowStrategy(DDPStrategy):
@@ -81,6 +104,7 @@ class ZenFlowStrategy(DDPStrategy):
         kernels: Literal["auto", "cupy", "torch"] = "auto",
         **kwargs: Any,
     ) -> None:
+        _check_arguments(kwargs)
         self._interval_is_default = isinstance(update_interval, _DefaultInterval)
         self.config = ZenFlowConfig(
             topk_ratio=topk_ratio,
@@ -165,7 +189,8 @@ class ZenFlowStrategy(DDPStrategy):
                 "not support manual optimization yet. Use automatic optimization, or strategy='ddp'."
             )
         for name, child in module.named_modules():
-            if getattr(child, "sparse", False) is True:
+            embedding = isinstance(child, Embedding | EmbeddingBag)
+            if embedding and child.sparse and child.weight.requires_grad:
                 raise UnsupportedOptimizerError(
                     f"{type(child).__name__} {name!r} has sparse=True: AdamW needs dense gradients. "
                     "Create it with sparse=False."
@@ -275,8 +300,14 @@ class ZenFlowStrategy(DDPStrategy):
         if self.engine is None:
             super().load_optimizer_state_dict(checkpoint)
             return
-        (state,) = checkpoint["optimizer_states"]
-        self.engine.load_state_dict(state)
+        states = checkpoint["optimizer_states"]
+        if len(states) != 1:
+            raise ValueError(
+                f"the checkpoint holds the states of {len(states)} optimizers, this run has one: it was "
+                "saved by another training setup. Load the weights only "
+                "(LightningModule.load_from_checkpoint)."
+            )
+        self.engine.load_state_dict(states[0])
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict=strict)

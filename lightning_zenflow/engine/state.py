@@ -68,8 +68,8 @@ def _join_moments(matrix: Matrix) -> tuple[Tensor, Tensor]:
 def import_state(engine: ZenFlowEngine, state_dict: dict[str, Any]) -> None:
     """Continue from what plain AdamW, or :func:`export_state`, has saved.
 
-    Hyperparameters of the groups are restored, moments split over the halves, counters set; hot
-    columns are chosen anew at the next step.
+    Hyperparameters of the groups are restored, moments split over the halves, counters set; what was
+    there before is forgotten, and hot columns are chosen anew at the next step.
 
     Raises:
         ValueError: the state does not fit the optimizer's parameters; names the parameter.
@@ -82,9 +82,25 @@ def import_state(engine: ZenFlowEngine, state_dict: dict[str, Any]) -> None:
         if index in states:
             _check_shapes(engine.name_of(param), param, states[index])
     engine.reload_masters()
+    _forget(engine)
     for index, param in enumerate(params):
         if index in states:
             _import_param(engine, param, states[index])
+
+
+def _forget(engine: ZenFlowEngine) -> None:
+    """No steps taken, no moments: a parameter that the state does not mention starts anew."""
+    engine.steps = 0
+    engine.dense.states.clear()
+    for matrix in engine.matrices:
+        if matrix.steps == 0:
+            continue  # all zero already; do not touch pages that nothing has needed yet
+        matrix.steps = matrix.updates = 0
+        matrix.last_selection = None
+        for side in (matrix.arrays, matrix.hot):
+            if side is not None:
+                side.exp_avg.zero_()
+                side.exp_avg_sq.zero_()
 
 
 def _check_shapes(name: str, param: Tensor, state: dict[str, Any]) -> None:
@@ -113,7 +129,6 @@ def _import_param(engine: ZenFlowEngine, param: Tensor, state: dict[str, Any]) -
         dense.exp_avg_sq.copy_(state["exp_avg_sq"])
         return
     matrix.steps = matrix.updates = steps  # one count for both sides: no rescaling needed
-    matrix.last_selection = None
     for key in ("exp_avg", "exp_avg_sq"):
         whole = state[key].to("cpu", torch.float32).reshape(matrix.rows, matrix.cols)
         getattr(matrix.arrays, key).copy_(whole.index_select(1, matrix.columns.cold.cpu()))
