@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,11 @@ from lightning_zenflow.arithmetic import AdamHyper
 
 @dataclass
 class DenseState:
-    """Adam state of one parameter, on its device; ``master`` is None if the parameter is it."""
+    """Adam state of one parameter, on its device.
+
+    ``master`` is None if the parameter is it: fp32 or wider, with its elements side by side in memory.
+    The fused update walks through memory, so all its tensors must lie in it in the same order.
+    """
 
     master: Tensor | None
     exp_avg: Tensor
@@ -34,10 +39,13 @@ class DenseHot:
         if param not in self.states:
             dtype = torch.promote_types(param.dtype, torch.float32)
             value = param.detach()
+            # Keeps the order of the parameter's elements in memory, but closes gaps between them.
+            master = torch.empty_like(value, dtype=dtype).copy_(value)
+            itself = dtype == value.dtype and master.stride() == value.stride()
             self.states[param] = DenseState(
-                master=None if dtype == param.dtype else value.to(dtype),
-                exp_avg=torch.zeros_like(value, dtype=dtype),
-                exp_avg_sq=torch.zeros_like(value, dtype=dtype),
+                master=None if itself else master,
+                exp_avg=torch.zeros_like(master),
+                exp_avg_sq=torch.zeros_like(master),
             )
         return self.states[param]
 
@@ -54,12 +62,13 @@ class DenseHot:
 
     def update(self, params: Iterable[Tensor], hyper: AdamHyper) -> None:
         """One Adam update of each of ``params`` with its ``.grad``, in few fused calls."""
-        batches: dict[tuple[torch.dtype, torch.device, int], list[Tensor]] = defaultdict(list)
+        batches: dict[Any, list[Tensor]] = defaultdict(list)
         for param in params:
             state = self.state(param)
             state.steps += 1
-            batches[param.dtype, param.device, state.steps].append(param)
-        for (_, device, step), batch in batches.items():
+            key = (param.dtype, param.device, state.master is None, state.steps)
+            batches[key].append(param)
+        for (_, device, _, step), batch in batches.items():
             self._update_batch(batch, hyper, step, device)
 
     def _update_batch(
@@ -71,8 +80,7 @@ class DenseHot:
         masters = [
             value if s.master is None else s.master for value, s in zip(values, states, strict=True)
         ]
-        if masters[0] is not values[0]:
-            grads = [grad.to(master.dtype) for grad, master in zip(grads, masters, strict=True)]
+        grads = [_like(grad, master) for grad, master in zip(grads, masters, strict=True)]
         if hyper.step_decay != 1.0:
             torch._foreach_mul_(masters, hyper.step_decay)
         count = torch.full((), float(step), dtype=torch.float32, device=device)
@@ -91,3 +99,10 @@ class DenseHot:
         )
         if masters[0] is not values[0]:
             foreach_copy_(values, masters)
+
+
+def _like(grad: Tensor, master: Tensor) -> Tensor:
+    """``grad`` in the dtype and memory order of ``master``; itself if it is already."""
+    if grad.dtype == master.dtype and grad.stride() == master.stride():
+        return grad
+    return torch.empty_like(master).copy_(grad)
