@@ -12,6 +12,9 @@ import torch
 
 from tests.support import children, open_descriptors
 
+# The tensors here are tiny: a second thread only waits at barriers, for long on a busy machine.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ranks of the tests talk over the loopback device only.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
