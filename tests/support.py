@@ -35,10 +35,14 @@ class InlinePool(UpdaterPool):
     def _start(self) -> None:
         for index in range(self.spec.lanes):
             arena = Arena.attach(os.dup(self.arena.fd))
-            self._fds.append(arena.fd)
             lane = Lane(arena, index, self._wake[index], self._completed)
             lane.words[READY] = 1
             self.lanes.append(lane)
+
+    def close(self) -> None:
+        super().close()
+        for lane in self.lanes:
+            lane.arena.close()
 
     def wake(self) -> None:
         for lane in self._random.sample(self.lanes, len(self.lanes)):

@@ -95,6 +95,7 @@ class ZenFlowEngine:
         self.ledger = ledger if ledger is not None else StallLedger()
         self.schedule = Schedule.from_config(config)
         self.steps = 0
+        self._closed = False
         self.dense = DenseHot()
         self._device: Device = device if device is not None else TorchDevice()
         self._names = dict(names or {})
@@ -173,6 +174,7 @@ class ZenFlowEngine:
         Gradients must be final: averaged over ranks, unscaled, clipped. Parameters without gradient
         are skipped by both halves.
         """
+        self._require_open()
         self.ledger.start_clock()
         if self.pool is not None:
             self.pool.check()
@@ -223,9 +225,14 @@ class ZenFlowEngine:
         else:
             self.ledger.close_step(step, 0.0)
 
-    def _require_cold(self) -> ColdHalf:
-        if self._cold is None:
+    def _require_open(self) -> None:
+        if self._closed:
             raise RuntimeError("the engine is closed; build a new ZenFlowEngine to go on training")
+
+    def _require_cold(self) -> ColdHalf:
+        self._require_open()
+        if self._cold is None:
+            raise RuntimeError("there is no host half: no parameter has cold columns")
         return self._cold
 
     # -- flush, reload, end -----------------------------------------------------------------------
@@ -236,6 +243,7 @@ class ZenFlowEngine:
 
         Afterwards no gradient is pending anywhere. The window grid does not move.
         """
+        self._require_open()
         if self._cold is None or self.pool is None or not self._pending():
             return
         self.pool.check()
@@ -255,6 +263,7 @@ class ZenFlowEngine:
     @torch.no_grad()
     def reload_masters(self) -> None:
         """The parameters have been given new values: make them the masters, drop what is pending."""
+        self._require_open()
         for matrix in self.matrices:
             self.settle(matrix)
             matrix.outstanding = None
@@ -276,15 +285,18 @@ class ZenFlowEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain AdamW would have it; see :func:`~.state.export_state`."""
+        self._require_open()
         return export_state(self)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state of plain AdamW's form; see :func:`~.state.import_state`."""
+        self._require_open()
         import_state(self, state_dict)
 
     def close(self) -> None:
         """Stop the workers and give the host memory back. Pending work is dropped; flush first."""
+        self._closed = True
         self._guard.remove()
         self._by_param = {}
         self.matrices = []

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_zenflow.arithmetic import moment_rescale
+from lightning_zenflow.arithmetic import AdamHyper, moment_rescale
+from lightning_zenflow.engine.hyper import read_hyper
 from lightning_zenflow.engine.matrix import Matrix
 
 if TYPE_CHECKING:
@@ -23,21 +24,24 @@ def export_state(engine: ZenFlowEngine) -> dict[str, Any]:
     exported: dict[str, Any] = engine.optimizer.state_dict()
     index = 0
     for group in engine.optimizer.param_groups:
+        hyper = read_hyper(group)
         for param in group["params"]:
-            state = _export_param(engine, param)
+            state = _export_param(engine, param, hyper)
             if state is not None:
                 exported["state"][index] = state
             index += 1
     return exported
 
 
-def _export_param(engine: ZenFlowEngine, param: Tensor) -> dict[str, Tensor] | None:
+def _export_param(
+    engine: ZenFlowEngine, param: Tensor, hyper: AdamHyper
+) -> dict[str, Tensor] | None:
     matrix = engine.matrix_of(param)
     if matrix is not None:
         if matrix.steps == 0:
             return None
         engine.settle(matrix)
-        steps, moments = matrix.steps, _join_moments(matrix)
+        steps, moments = matrix.steps, _join_moments(matrix, matrix.hyper or hyper)
     else:
         dense = engine.dense.states.get(param)
         if dense is None:
@@ -47,10 +51,8 @@ def _export_param(engine: ZenFlowEngine, param: Tensor) -> dict[str, Tensor] | N
     return {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
 
 
-def _join_moments(matrix: Matrix) -> tuple[Tensor, Tensor]:
-    hyper, hot, host = matrix.hyper, matrix.hot, matrix.arrays
-    if hyper is None:
-        raise RuntimeError(f"{matrix.name} has taken steps but has no hyperparameters (a bug)")
+def _join_moments(matrix: Matrix, hyper: AdamHyper) -> tuple[Tensor, Tensor]:
+    hot, host = matrix.hot, matrix.arrays
     joined = []
     for beta, hot_side, cold_side in (
         (hyper.beta1, None if hot is None else hot.exp_avg, host.exp_avg),
@@ -72,20 +74,24 @@ def import_state(engine: ZenFlowEngine, state_dict: dict[str, Any]) -> None:
     there before is forgotten, and hot columns are chosen anew at the next step.
 
     Raises:
-        ValueError: the state does not fit the optimizer's parameters; names the parameter.
+        ValueError: the state does not fit the optimizer's parameters; names the parameter. Nothing has
+            been changed then.
     """
+    params = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+    states = {
+        param: state_dict["state"][number]
+        for param, number in zip(params, saved, strict=False)  # torch refuses unequal groups below
+        if number in state_dict["state"]
+    }
+    for param, state in states.items():
+        _check_shapes(engine.name_of(param), param, state)
     # Groups only: loading the state itself would cast it to 16 bits and put it on the device.
     engine.optimizer.load_state_dict({**state_dict, "state": {}})
-    params = [p for group in engine.optimizer.param_groups for p in group["params"]]
-    states = state_dict["state"]
-    for index, param in enumerate(params):
-        if index in states:
-            _check_shapes(engine.name_of(param), param, states[index])
     engine.reload_masters()
     _forget(engine)
-    for index, param in enumerate(params):
-        if index in states:
-            _import_param(engine, param, states[index])
+    for param, state in states.items():
+        _import_param(engine, param, state)
 
 
 def _forget(engine: ZenFlowEngine) -> None:

@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 import struct
+import weakref
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,7 @@ class Arena:
         self.layout = layout
         self.fd = fd
         self._map = mmap.mmap(fd, layout.total_bytes)
+        self._closer = weakref.finalize(self, os.close, fd)
         spec = layout.spec
         count, lanes = len(spec.matrices), spec.lanes
         self.posted = self._array(layout.posted, np.int64)
@@ -133,9 +135,9 @@ class Arena:
 
     def close(self) -> None:
         """Give the descriptor and all views back; the memory goes with the last view elsewhere."""
-        if self.fd < 0:
+        if not self._closer.alive:
             return
-        os.close(self.fd)
+        self._closer()
         self.fd = -1
         del self.posted, self.done, self.lane_words, self.commands, self.matrices
         del self._map

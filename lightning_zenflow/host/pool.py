@@ -50,7 +50,11 @@ def _environment() -> dict[str, str]:
 
 def _exit_reason(code: int) -> str:
     if code < 0:
-        return f"was killed by signal {signal.Signals(-code).name}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:  # a real-time signal has a number only
+            name = str(-code)
+        return f"was killed by signal {name}"
     if code == EXIT_ERROR:
         return "failed with an exception"
     return f"exited with status {code}"
@@ -164,6 +168,7 @@ class UpdaterPool:
         Returns:
             The command's number, for :meth:`is_done` and :meth:`wait`.
         """
+        self._require_open()
         number = self._posted[matrix] + 1
         if number > QUEUE_DEPTH:
             self.wait(matrix, number - QUEUE_DEPTH)
@@ -178,11 +183,13 @@ class UpdaterPool:
 
     def wake(self) -> None:
         """Make every lane look for posted commands."""
+        self._require_open()
         for fd in self._wake:
             os.eventfd_write(fd, 1)
 
     def is_done(self, matrix: int, number: int) -> bool:
         """Whether all owners have done command ``number`` of ``matrix``."""
+        self._require_open()
         return all(done[matrix] >= number for done in self.arena.done)
 
     def wait(self, matrix: int, number: int) -> float:
@@ -197,6 +204,7 @@ class UpdaterPool:
 
     def busy_seconds(self) -> float:
         """Seconds that the lanes have worked so far, averaged over lanes."""
+        self._require_open()
         return float(self.arena.lane_words[:, BUSY_NS].mean()) * 1e-9
 
     # -- life and death -------------------------------------------------------------------------
@@ -207,15 +215,18 @@ class UpdaterPool:
 
     def _sleep(self, milliseconds: int) -> None:
         """Sleep until a lane has finished something, a worker has died, or the time is up."""
-        if self._death is not None:
-            raise WorkerDied(self._death)
-        if self.closed:
-            raise RuntimeError("the updater pool is closed")
+        self._require_open()
         for fd, _ in self._poll.poll(milliseconds):
             if fd == self._completed:
                 os.eventfd_read(fd)
             else:
                 self._raise_death(self._pidfds[fd])
+
+    def _require_open(self) -> None:
+        if self._death is not None:
+            raise WorkerDied(self._death)
+        if self.closed:
+            raise RuntimeError("the updater pool is closed")
 
     def _raise_death(self, worker: int) -> None:
         process = self._processes[worker]

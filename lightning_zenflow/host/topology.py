@@ -81,7 +81,8 @@ def place_workers(
     lanes = 1 if threads == "auto" else int(threads)
     count = max(1, (usable - 1) // lanes) if workers == "auto" else int(workers)
     affinity: list[list[int]] = []
-    if limit is None and count * lanes < len(share) and len(share) > 2:
+    disjoint = len(cores) >= local_ranks  # else what one rank binds would be another's, too
+    if disjoint and limit is None and count * lanes < len(share) and len(share) > 2:
         own = share[len(share) - count * lanes :]
         affinity = [own[w * lanes : (w + 1) * lanes] for w in range(count)]
     return Placement(count, lanes, affinity)

@@ -1,0 +1,192 @@
+"""Each operation of TorchDevice against a loop over the elements."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zenflow.arithmetic import AdamHyper
+from lightning_zenflow.device import HotState, TorchDevice
+
+DEVICE = TorchDevice()
+DTYPES = (torch.float32, torch.bfloat16)
+# rows, cols, columns: unordered as slots are after a migration, with neighbours and both ends
+SHAPES = {
+    "wide": (3, 7, [6, 0, 3, 2]),
+    "tall": (9, 4, [2, 1]),
+    "one column": (5, 1, [0]),
+    "one row": (1, 6, [5, 1]),
+    "all": (4, 3, [2, 0, 1]),
+    "none": (4, 3, []),
+}
+
+every_case = [
+    pytest.mark.parametrize("dtype", DTYPES, ids=str),
+    pytest.mark.parametrize("shape", SHAPES),
+]
+
+
+def cases(test):  # type: ignore[no-untyped-def]
+    for mark in every_case:
+        test = mark(test)
+    return test
+
+
+def draw(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def index(columns: list[int]) -> Tensor:
+    return torch.tensor(columns, dtype=torch.int64)
+
+
+@cases
+def test_column_scores(shape: str, dtype: torch.dtype) -> None:
+    rows, cols, _ = SHAPES[shape]
+    grad = draw(rows, cols, dtype)
+    scores = DEVICE.column_scores(grad)
+    assert scores.dtype == torch.float32
+    assert scores.shape == (cols,)
+    for j in range(cols):
+        expected = sum(float(grad[i, j]) ** 2 for i in range(rows))
+        assert float(scores[j]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_column_scores_of_16_bit_gradients_are_summed_in_fp32() -> None:
+    # In bf16 the sum would stop growing at 256, and in fp16 the squares would be infinite.
+    assert DEVICE.column_scores(torch.ones(1000, 2, dtype=torch.bfloat16)).tolist() == [1e3, 1e3]
+    assert DEVICE.column_scores(torch.full((2, 1), 1e3, dtype=torch.float16)).tolist() == [2e6]
+
+
+@cases
+def test_split_hot(shape: str, dtype: torch.dtype) -> None:
+    rows, cols, columns = SHAPES[shape]
+    grad = draw(rows, cols, dtype)
+    hot = DEVICE.split_hot(grad, index(columns))
+    assert hot.dtype == torch.float32
+    assert hot.shape == (rows, len(columns))
+    for i in range(rows):
+        for slot, j in enumerate(columns):
+            assert float(hot[i, slot]) == float(grad[i, j])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_split_hot_is_a_copy(dtype: torch.dtype) -> None:
+    grad = draw(3, 4, dtype)
+    before = grad.clone()
+    DEVICE.split_hot(grad, index([0, 1, 2, 3])).zero_()
+    assert torch.equal(grad, before)
+
+
+@cases
+def test_split_cold(shape: str, dtype: torch.dtype) -> None:
+    rows, cols, columns = SHAPES[shape]
+    grad = draw(rows, cols, dtype)
+    staging = torch.full((rows, len(columns)), 7.0, dtype=dtype)
+    address = staging.data_ptr()
+    DEVICE.split_cold(grad, index(columns), staging)
+    assert staging.data_ptr() == address, "the staging lies in the arena and must stay there"
+    for i in range(rows):
+        for slot, j in enumerate(columns):
+            assert float(staging[i, slot]) == float(grad[i, j])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_need_not_be_contiguous(dtype: torch.dtype) -> None:
+    grad = draw(5, 3, dtype).t()
+    plain, columns = grad.contiguous(), index([4, 0])
+    staging, expected = torch.empty(3, 2, dtype=dtype), torch.empty(3, 2, dtype=dtype)
+    DEVICE.split_cold(grad, columns, staging)
+    DEVICE.split_cold(plain, columns, expected)
+    assert torch.equal(staging, expected)
+    assert torch.equal(DEVICE.split_hot(grad, columns), DEVICE.split_hot(plain, columns))
+    torch.testing.assert_close(DEVICE.column_scores(grad), DEVICE.column_scores(plain))
+
+
+@cases
+def test_merge(shape: str, dtype: torch.dtype) -> None:
+    rows, cols, columns = SHAPES[shape]
+    param, values = draw(rows, cols, dtype), draw(rows, len(columns), dtype, seed=1)
+    expected = [[float(x) for x in row] for row in param]
+    for i in range(rows):
+        for slot, j in enumerate(columns):
+            expected[i][j] = float(values[i, slot])
+    DEVICE.merge(param, index(columns), values)
+    assert param.tolist() == expected
+
+
+HYPERS = {
+    "AdamW": AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, True),
+    "Adam": AdamHyper(1e-2, 0.8, 0.95, 1e-6, 0.1, False),
+}
+
+
+def naive_adam(
+    weight: float, grad: float, m: float, v: float, step: int, h: AdamHyper, decay: float
+) -> tuple[float, float, float]:
+    """One element's update, in Python floats."""
+    weight *= decay
+    if not h.decoupled:
+        grad += h.weight_decay * weight
+    m = h.beta1 * m + (1 - h.beta1) * grad
+    v = h.beta2 * v + (1 - h.beta2) * grad * grad
+    m_hat, v_hat = m / (1 - h.beta1**step), v / (1 - h.beta2**step)
+    return weight - h.lr * m_hat / (math.sqrt(v_hat) + h.eps), m, v
+
+
+@pytest.mark.parametrize("per_column", [False, True])
+@pytest.mark.parametrize("hyper", HYPERS)
+@cases
+def test_adamw_hot(shape: str, dtype: torch.dtype, hyper: str, per_column: bool) -> None:
+    rows, cols, columns = SHAPES[shape]
+    h, n_hot = HYPERS[hyper], len(columns)
+    param = draw(rows, cols, dtype)
+    master = None if dtype == torch.float32 else draw(rows, n_hot, torch.float32, seed=1)
+    state = HotState(
+        columns=index(columns),
+        master=master,
+        exp_avg=draw(rows, n_hot, torch.float32, seed=2),
+        exp_avg_sq=draw(rows, n_hot, torch.float32, seed=3).square(),
+        steps=3,
+    )
+    grad = draw(rows, n_hot, torch.float32, seed=4)
+    decay = torch.linspace(0.5, 0.9, n_hot) if per_column else 0.75
+
+    expected = param.to(torch.float64).clone()
+    moments = torch.zeros(2, rows, n_hot, dtype=torch.float64)
+    for i in range(rows):
+        for slot, j in enumerate(columns):
+            weight, moments[0, i, slot], moments[1, i, slot] = naive_adam(
+                float(param[i, j] if master is None else master[i, slot]),
+                float(grad[i, slot]),
+                float(state.exp_avg[i, slot]),
+                float(state.exp_avg_sq[i, slot]),
+                state.steps,
+                h,
+                float(decay[slot]) if isinstance(decay, Tensor) else decay,
+            )
+            expected[i, j] = weight
+
+    untouched = [j for j in range(cols) if j not in columns]
+    before, grad_before = param.clone(), grad.clone()
+    DEVICE.adamw_hot(param, state, grad, h, decay)
+
+    close = {"rtol": 2e-6, "atol": 2e-6, "check_dtype": False}
+    torch.testing.assert_close(state.exp_avg, moments[0], **close)
+    torch.testing.assert_close(state.exp_avg_sq, moments[1], **close)
+    weights = param[:, columns] if state.master is None else state.master
+    torch.testing.assert_close(weights, expected[:, columns], **close)
+    assert torch.equal(param[:, columns], weights.to(dtype)), "the weight is its master's rounding"
+    assert torch.equal(param[:, untouched], before[:, untouched])
+    assert torch.equal(grad, grad_before)
+    assert state.steps == 3, "the engine counts the steps"
+
+
+def test_ring_stores_the_number_and_nothing_else() -> None:
+    word = np.zeros(4, dtype=np.int64)
+    DEVICE.ring(word, 2, 41)
+    assert word.tolist() == [0, 0, 41, 0]
