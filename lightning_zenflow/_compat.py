@@ -1,6 +1,6 @@
 """The only place where private names of torch are used.
 
-Each name has a test (``tests/test_compat.py``), so that a torch release which drops one fails there
+Each name has a test (``tests/engine/test_units.py``), so that a torch release which drops one fails there
 and not in a user's run.
 """
 

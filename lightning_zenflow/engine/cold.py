@@ -23,7 +23,7 @@ class ColdHalf:
     def __init__(self, pool: UpdaterPool, device: Device, ledger: StallLedger) -> None:
         self.pool = pool
         self._device = device
-        self._ledger = ledger
+        self.ledger = ledger
         self._unannounced = 0
 
     def _post(self, matrix: Matrix, command: Command) -> int:
@@ -42,9 +42,9 @@ class ColdHalf:
 
         Waits (cause ``ring``) while the staging still holds the gradient before.
         """
-        self._ledger.add("ring", self.pool.wait(matrix.index, matrix.accumulated))
+        self.ledger.add("ring", self.pool.wait(matrix.index, matrix.accumulated))
         staging = matrix.arrays.staging
-        with self._ledger.stall("copy"):
+        with self.ledger.stall("copy"):
             self._device.split_cold(grad, matrix.columns.cold, staging)
         matrix.accumulated = self._post(matrix, Accumulate(first=matrix.window.count == 0))
         matrix.window.add(step_decay)
@@ -76,17 +76,22 @@ class ColdHalf:
         )
         matrix.outstanding = Outstanding(step, self._post(matrix, command))
         window.reset()
-        self._ledger.updates += 1
+        self.ledger.updates += 1
 
     def merge(self, matrix: Matrix, cause: str = "update") -> None:
         """Wait for the outstanding update, if any, and write its result into the parameter."""
         if matrix.outstanding is None:
             return
-        self._ledger.add(cause, self.pool.wait(matrix.index, matrix.outstanding.command))
-        with self._ledger.stall("copy"):
+        self.ledger.add(cause, self.pool.wait(matrix.index, matrix.outstanding.command))
+        with self.ledger.stall("copy"):
             self._device.merge(matrix.view, matrix.columns.cold, matrix.arrays.outgoing)
         matrix.outstanding = None
 
-    def settle(self, matrix: Matrix) -> None:
-        """Wait until no command of the matrix is open: its arrays may be changed from here."""
-        self.pool.wait(matrix.index, self.pool.last_posted(matrix.index))
+    def settle(self, matrix: Matrix, cause: str | None = None) -> None:
+        """Wait until no command of the matrix is open: its arrays may be changed from here.
+
+        The wait counts as a stall by ``cause``, or not at all (saving and loading are no steps).
+        """
+        waited = self.pool.wait(matrix.index, self.pool.last_posted(matrix.index))
+        if cause is not None:
+            self.ledger.add(cause, waited)

@@ -206,8 +206,7 @@ class ZenFlowEngine:
             cold.merge(matrix)
         carried = None
         if self.schedule.selection_due(step, matrix.phase, matrix.last_selection):
-            with self.ledger.stall("selection"):
-                carried = select(matrix, grad, step, hyper, self._device, cold)
+            carried = select(matrix, grad, step, hyper, self._device, cold)
         update_hot(matrix, grad, hyper, carried, self._device)
         cold.accumulate(matrix, grad, hyper.step_decay)
         if self.schedule.warming_up(step):

@@ -13,9 +13,11 @@ CAUSES = ("update", "ring", "selection", "flush", "copy")
 
 - ``update``: a host update that is due to be merged is not done yet.
 - ``ring``: the staging of a matrix still holds the previous gradient (back-pressure).
-- ``selection``: choosing hot columns and migrating, with the wait for the accumulators.
+- ``selection``: columns that change side need their accumulators, which are not ready yet.
 - ``flush``: finishing all pending work, at the end of an epoch or of fit.
-- ``copy``: moving gradients into the arena and merged values out of it.
+- ``copy``: moving gradients into the arena, merged values out of it, migrating columns both ways.
+
+All but ``copy`` are waits for the workers.
 """
 
 

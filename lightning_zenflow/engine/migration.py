@@ -31,8 +31,9 @@ def select(
     )
     if not len(swap):
         return None
-    cold.settle(matrix)
-    return migrate(matrix, swap, hyper)
+    cold.settle(matrix, cause="selection")
+    with cold.ledger.stall("copy"):
+        return migrate(matrix, swap, hyper)
 
 
 def migrate(matrix: Matrix, swap: Swap, hyper: AdamHyper) -> Carried | None:

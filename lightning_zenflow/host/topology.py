@@ -76,13 +76,12 @@ def place_workers(
         cores = physical_cores(os.sched_getaffinity(0))
         limit = quota_cores() if limit is None else limit
     start, stop = (len(cores) * r // local_ranks for r in (local_rank, local_rank + 1))
-    share = cores[start:stop] or cores
+    share = cores[start:stop] or cores[:1]  # more ranks than cores: one worker each, unbound
     usable = min(len(share), max(1, limit // local_ranks)) if limit else len(share)
     lanes = 1 if threads == "auto" else int(threads)
     count = max(1, (usable - 1) // lanes) if workers == "auto" else int(workers)
     affinity: list[list[int]] = []
-    disjoint = len(cores) >= local_ranks  # else what one rank binds would be another's, too
-    if disjoint and limit is None and count * lanes < len(share) and len(share) > 2:
+    if limit is None and count * lanes < len(share) and len(share) > 2:
         own = share[len(share) - count * lanes :]
         affinity = [own[w * lanes : (w + 1) * lanes] for w in range(count)]
     return Placement(count, lanes, affinity)

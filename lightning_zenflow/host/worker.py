@@ -15,6 +15,8 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -85,7 +87,8 @@ class Lane:
         """Do an accumulation whole, or open an update."""
         fence()  # the word in `posted` has been seen: now its record and its data
         record = self.arena.commands[matrix, int(self.done[matrix]) % QUEUE_DEPTH]
-        if record["kind"] == Kind.UPDATE:
+        kind = Kind(int(record["kind"]))  # an unknown one is an error, not an accumulation
+        if kind is Kind.UPDATE:
             self.open_updates[matrix] = (Update.from_record(record), 0)
             return True
         command = Accumulate(first=bool(record["first"]))
@@ -119,13 +122,33 @@ class Lane:
             time.sleep(self.jitter.random() * limit)
 
 
-def serve(lane: Lane, worker: int) -> None:
-    """Run a lane; an error ends the process with its traceback left in the arena."""
+@contextmanager
+def reported(arena: Arena, worker: int) -> Iterator[None]:
+    """An error inside ends the process, with its traceback left in the arena for the trainer to raise."""
     try:
-        lane.run()
-    except BaseException:  # reported to the trainer, which raises it there
-        lane.arena.write_error(worker, traceback.format_exc())
+        yield
+    except BaseException:
+        arena.write_error(worker, traceback.format_exc())
         os._exit(EXIT_ERROR)
+
+
+def serve(lane: Lane, worker: int) -> None:
+    """Run a lane until the process ends."""
+    with reported(lane.arena, worker):
+        lane.run()
+
+
+def start_lanes(arena: Arena, worker: int, completed: int, wakes: list[int]) -> None:
+    """Bind this process to its CPUs and start a thread for each of its lanes."""
+    spec = arena.layout.spec
+    cpus = spec.affinity[worker] if spec.affinity else []
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+    torch.set_grad_enabled(False)
+    for thread, wake in enumerate(wakes):
+        lane = Lane(arena, worker * spec.threads + thread, wake, completed)
+        name = f"zenflow-lane-{lane.index}"
+        threading.Thread(target=serve, args=(lane, worker), name=name, daemon=True).start()
 
 
 def main() -> None:
@@ -141,15 +164,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business
 
     arena = Arena.attach(args.arena)
-    spec = arena.layout.spec
-    cpus = spec.affinity[args.worker] if spec.affinity else []
-    if cpus:
-        os.sched_setaffinity(0, cpus)
-    torch.set_grad_enabled(False)
-    for thread, wake in enumerate(args.wake):
-        lane = Lane(arena, args.worker * spec.threads + thread, wake, args.completed)
-        name = f"zenflow-lane-{lane.index}"
-        threading.Thread(target=serve, args=(lane, args.worker), name=name, daemon=True).start()
+    with reported(arena, args.worker):
+        start_lanes(arena, args.worker, args.completed, args.wake)
 
     end = select.poll()
     end.register(args.parent, select.POLLIN)
