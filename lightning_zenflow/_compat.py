@@ -61,3 +61,8 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     warn that it came before ``optimizer.step()``.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def version(tensor: Tensor) -> int:
+    """How often ``tensor`` has been changed in place (``.data`` edits are not counted)."""
+    return tensor._version

@@ -189,16 +189,26 @@ class ZenFlowStrategy(DDPStrategy):
                 "not support manual optimization yet. Use automatic optimization, or strategy='ddp'."
             )
         for name, child in module.named_modules():
-            embedding = isinstance(child, Embedding | EmbeddingBag)
-            if embedding and child.sparse and child.weight.requires_grad:
-                raise UnsupportedOptimizerError(
-                    f"{type(child).__name__} {name!r} has sparse=True: AdamW needs dense gradients. "
-                    "Create it with sparse=False."
-                )
+            if isinstance(child, Embedding | EmbeddingBag) and child.weight.requires_grad:
+                self._check_embedding(name, child)
         if self.root_device.type != "cpu":
             rank_zero_warn(
                 f"this version of ZenFlow moves gradients on {self.root_device} with plain "
                 "synchronous copies: the arithmetic is exact, but the stall is not hidden yet"
+            )
+
+    def _check_embedding(self, name: str, child: Embedding | EmbeddingBag) -> None:
+        kind = type(child).__name__
+        if child.sparse:
+            raise UnsupportedOptimizerError(
+                f"{kind} {name!r} has sparse=True: AdamW needs dense gradients. "
+                "Create it with sparse=False."
+            )
+        if child.max_norm is not None and child.weight.numel() >= self.config.min_offload_numel:
+            raise ValueError(
+                f"{kind} {name!r} has max_norm={child.max_norm!r}: its forward pass changes the weight "
+                "in place, behind the masters on the host. Set max_norm=None, or keep it on the device "
+                f"whole with min_offload_numel={child.weight.numel() + 1}."
             )
 
     def _arrange_callbacks(self, trainer: pl.Trainer) -> None:

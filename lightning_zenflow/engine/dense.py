@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zenflow._compat import foreach_copy_, fused_adam_
+from lightning_zenflow._compat import foreach_copy_, fused_adam_, version
 from lightning_zenflow.arithmetic import AdamHyper
 
 
@@ -26,6 +26,7 @@ class DenseState:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     steps: int = 0
+    version: int = 0  # the parameter's, after our own last change of it
 
 
 class DenseHot:
@@ -46,6 +47,7 @@ class DenseHot:
                 master=None if itself else master,
                 exp_avg=torch.zeros_like(master),
                 exp_avg_sq=torch.zeros_like(master),
+                version=version(value),
             )
         return self.states[param]
 
@@ -59,6 +61,7 @@ class DenseHot:
         for param, state in self.states.items():
             if state.master is not None:
                 state.master.copy_(param.detach())
+                state.version = version(param)
 
     def update(self, params: Iterable[Tensor], hyper: AdamHyper) -> None:
         """One Adam update of each of ``params`` with its ``.grad``, in few fused calls."""
@@ -66,6 +69,7 @@ class DenseHot:
         for param in params:
             state = self.state(param)
             state.steps += 1
+            _adopt_changes(param.detach(), state)
             key = (param.dtype, param.device, state.master is None, state.steps)
             batches[key].append(param)
         for (_, device, _, step), batch in batches.items():
@@ -99,6 +103,15 @@ class DenseHot:
         )
         if masters[0] is not values[0]:
             foreach_copy_(values, masters)
+        for value, state in zip(values, states, strict=True):
+            state.version = version(value)
+
+
+def _adopt_changes(value: Tensor, state: DenseState) -> None:
+    """Take into the master what someone else has written into the parameter since our last step."""
+    if state.master is not None and version(value) != state.version:
+        ours = state.master.to(value.dtype) == value
+        state.master.copy_(torch.where(ours, state.master, value.to(state.master.dtype)))
 
 
 def _like(grad: Tensor, master: Tensor) -> Tensor:

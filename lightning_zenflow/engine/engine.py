@@ -201,6 +201,7 @@ class ZenFlowEngine:
     def _step_matrix(self, matrix: Matrix, full_grad: Tensor, step: int, hyper: AdamHyper) -> None:
         """The five parts of one step of one matrix (design: one step)."""
         cold = self._require_cold()
+        matrix.check_version()
         grad = full_grad.reshape(matrix.rows, matrix.cols)
         if matrix.outstanding and self.schedule.merge_due(step, matrix.outstanding.submitted):
             cold.merge(matrix)
@@ -220,6 +221,8 @@ class ZenFlowEngine:
             if self.schedule.warming_up(step) or self.schedule.lag == 0:
                 for matrix in self.matrices:
                     self._cold.merge(matrix)
+            for matrix in self.matrices:
+                matrix.remember_version()
             self.ledger.close_step(step, self.pool.busy_seconds())
         else:
             self.ledger.close_step(step, 0.0)
@@ -254,6 +257,7 @@ class ZenFlowEngine:
         self._cold.wake()
         for matrix in self.matrices:
             self._cold.merge(matrix, cause="flush")
+            matrix.remember_version()
         self.ledger.close_flush(self.steps, self.pool.busy_seconds())
 
     def _pending(self) -> bool:

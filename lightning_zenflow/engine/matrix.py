@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lightning_zenflow._compat import version
 from lightning_zenflow.arithmetic import AdamHyper
 from lightning_zenflow.device import HotState
 from lightning_zenflow.engine.columns import Columns, count_hot
@@ -37,6 +39,7 @@ class Matrix:
         accumulated: number of the newest accumulate command.
         last_selection: step at which hot columns were chosen last; None before the first time.
         hyper: hyperparameters of the last step taken, which a flush uses.
+        version: the parameter's version after our own last change of it.
     """
 
     name: str
@@ -55,6 +58,23 @@ class Matrix:
     accumulated: int = 0
     last_selection: int | None = None
     hyper: AdamHyper | None = None
+    version: int | None = None
+
+    def remember_version(self) -> None:
+        """All changes of the parameter up to here were ours, or have been taken into the masters."""
+        self.version = version(self.param)
+
+    def check_version(self) -> None:
+        """Warn if someone else has changed the parameter in place since."""
+        if self.version is not None and version(self.param) != self.version:
+            warnings.warn(
+                f"parameter {self.name} was changed in place between two optimizer steps. Its masters "
+                "live on the host, so the change will be undone, in the cold columns by their next "
+                "merge. Call trainer.strategy.engine.reload_masters() after the change (it drops the "
+                "open window's gradients), or keep the parameter on the device whole with a "
+                f"min_offload_numel above {self.param.numel()}.",
+                stacklevel=2,
+            )
 
     @property
     def view(self) -> Tensor:
@@ -69,6 +89,7 @@ class Matrix:
         self.arrays.master.copy_(self.view.index_select(1, self.columns.cold))
         if self.hot is not None and self.hot.master is not None:
             self.hot.master.copy_(self.view.index_select(1, self.columns.hot))
+        self.remember_version()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from lightning_zenflow import GradientSyncCallback, UnsupportedOptimizerError, Z
 from tests.strategy.models import (
     Regression,
     build,
+    distance,
     fit,
     isolated,
     loader,
@@ -285,6 +286,25 @@ def test_a_trainer_recovers_from_a_refusal(start: str) -> None:
     assert trainer.global_step == 8 == len(module.losses)
     strategy: Any = trainer.strategy
     assert strategy.engine is None
+
+
+class Bounded(Regression):
+    """An embedding whose forward pass rescales its weight in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Embedding(8, 6, max_norm=0.5)
+
+
+def test_an_embedding_that_changes_its_own_weight() -> None:
+    with pytest.raises(ValueError, match="max_norm") as caught:
+        fit(build(Bounded), zenflow())
+    assert_message(caught.value, "'position'", "max_norm=0.5", "max_norm=None", "numel=49")
+    module = build(Bounded)
+    fit(module, zenflow(min_offload_numel=49))
+    theirs = build(Bounded)
+    fit(theirs, "ddp")
+    assert distance(weights(module), weights(theirs)) < 0.05
 
 
 # -- what looks wrong and is not ----------------------------------------------------------------------
