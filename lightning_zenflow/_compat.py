@@ -54,6 +54,11 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def foreach_mul_(targets: Sequence[Tensor], factor: float) -> None:
+    """``target.mul_(factor)`` for each, in one call."""
+    torch._foreach_mul_(list(targets), factor)
+
+
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell torch's schedulers that ``optimizer`` has stepped.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_zenflow._compat import fused_adam_
+from lightning_zenflow._compat import foreach_mul_, fused_adam_
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,32 @@ def adam_update_(
             rows, one factor a column. It is given apart from ``hyper`` because a host update carries
             the product of the factors of several steps (design: hyperparameters of a host update).
     """
-    if isinstance(decay, Tensor) or decay != 1.0:
+    if isinstance(decay, Tensor):
         master.mul_(decay)
+        decay = 1.0
+    adam_updates_([master], [grad], [exp_avg], [exp_avg_sq], step=step, hyper=hyper, decay=decay)
+
+
+def adam_updates_(
+    masters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    step: int,
+    hyper: AdamHyper,
+    decay: float,
+) -> None:
+    """:func:`adam_update_` of several tensors of one dtype and device, in one call."""
+    if decay != 1.0:
+        foreach_mul_(masters, decay)
+    count = torch.full((), float(step), dtype=torch.float32, device=masters[0].device)
     fused_adam_(
-        [master],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [torch.full((), float(step), dtype=torch.float32, device=master.device)],
+        masters,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [count] * len(masters),
         lr=hyper.lr,
         beta1=hyper.beta1,
         beta2=hyper.beta2,

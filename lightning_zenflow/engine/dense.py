@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zenflow._compat import foreach_copy_, fused_adam_, version
-from lightning_zenflow.arithmetic import AdamHyper
+from lightning_zenflow._compat import foreach_copy_, version
+from lightning_zenflow.arithmetic import AdamHyper, adam_updates_
 
 
 @dataclass
@@ -72,12 +72,11 @@ class DenseHot:
             _adopt_changes(param.detach(), state)
             key = (param.dtype, param.device, state.master is None, state.steps)
             batches[key].append(param)
-        for (_, device, _, step), batch in batches.items():
-            self._update_batch(batch, hyper, step, device)
+        for batch in batches.values():
+            self._update_batch(batch, hyper)
 
-    def _update_batch(
-        self, batch: list[Tensor], hyper: AdamHyper, step: int, device: torch.device
-    ) -> None:
+    def _update_batch(self, batch: list[Tensor], hyper: AdamHyper) -> None:
+        """Parameters of one dtype, device and step count."""
         states = [self.states[param] for param in batch]
         values = [param.detach() for param in batch]
         grads = [param.grad for param in batch if param.grad is not None]
@@ -85,21 +84,14 @@ class DenseHot:
             value if s.master is None else s.master for value, s in zip(values, states, strict=True)
         ]
         grads = [_like(grad, master) for grad, master in zip(grads, masters, strict=True)]
-        if hyper.step_decay != 1.0:
-            torch._foreach_mul_(masters, hyper.step_decay)
-        count = torch.full((), float(step), dtype=torch.float32, device=device)
-        fused_adam_(
+        adam_updates_(
             masters,
             grads,
             [state.exp_avg for state in states],
             [state.exp_avg_sq for state in states],
-            [count] * len(batch),
-            lr=hyper.lr,
-            beta1=hyper.beta1,
-            beta2=hyper.beta2,
-            eps=hyper.eps,
-            weight_decay=0.0 if hyper.decoupled else hyper.weight_decay,
-            decoupled=hyper.decoupled,
+            step=states[0].steps,
+            hyper=hyper,
+            decay=hyper.step_decay,
         )
         if masters[0] is not values[0]:
             foreach_copy_(values, masters)
