@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
+    rank_zero_info,
+    rank_zero_warn,
+)
 from torch.nn import Embedding, EmbeddingBag, Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -172,6 +175,21 @@ class ZenFlowStrategy(DDPStrategy):
             local_ranks=self.num_processes,
         )
         self.host_memory = self.engine.host_memory
+        rank_zero_info(self._describe(self.engine))
+
+    def _describe(self, engine: ZenFlowEngine) -> str:
+        memory = engine.host_memory
+        if engine.pool is None:
+            return (
+                f"ZenFlow: nothing is offloaded, all {memory.hot_parameters:,} parameters are updated on "
+                f"the device (min_offload_numel={self.config.min_offload_numel}, "
+                f"topk_ratio={self.config.topk_ratio})"
+            )
+        return (
+            f"ZenFlow: {memory.cold_parameters:,} cold parameters in {memory.total_bytes / 1e6:,.1f} MB of "
+            f"host memory, {memory.hot_parameters:,} hot on the device, "
+            f"updater processes: {len(engine.pool.pids)}"
+        )
 
     def _check_run(self) -> None:
         """Refuse what this version does not do exactly, before anything is built."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 import signal
 import threading
 import time
@@ -292,3 +293,21 @@ def test_other_strategies_are_refused(callback: type[Callback]) -> None:
         TypeError, match=rf"^{name} works with strategy='zenflow' only.*DDPStrategy"
     ):
         fit(build(), "ddp", enable_progress_bar=True, callbacks=[callback()])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, r"ZenFlow: [\d,]+ cold parameters in 0\.\d MB .* updater processes: 1"),
+        (
+            {"topk_ratio": 1.0},
+            r"ZenFlow: nothing is offloaded, all [\d,]+ parameters .*topk_ratio=1\.0",
+        ),
+    ],
+)
+def test_fit_says_what_is_offloaded(
+    settings: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        fit(build(), zenflow(**settings), max_steps=1)
+    assert re.search(said, caplog.text), caplog.text
