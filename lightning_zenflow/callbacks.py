@@ -78,6 +78,11 @@ class GradientSyncCallback(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         zenflow_strategy(trainer, type(self).__name__)  # refuses any other strategy
 
+    def on_before_zero_grad(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
+    ) -> None:
+        zenflow_strategy(trainer, type(self).__name__).release_gradients()
+
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         zenflow_strategy(trainer, type(self).__name__).flush()
 

@@ -96,6 +96,9 @@ class ZenFlowConfig:
         num_workers: updater processes per rank; "auto" follows the machine.
         threads_per_worker: threads of each of them; "auto" follows the machine.
         kernels: device kernels, "auto" or "torch". "cupy" is refused in this version.
+        stream_gradients: whether gradients leave the device during backward (Lightning only; an engine
+            in a loop of one's own has a method for it): True, False, or "auto" for where nothing else
+            needs them.
         chunk_elements: elements in a cache block of the host update.
 
     Raises:
@@ -114,6 +117,7 @@ class ZenFlowConfig:
     num_workers: int | Literal["auto"] = "auto"
     threads_per_worker: int | Literal["auto"] = "auto"
     kernels: Literal["auto", "cupy", "torch"] = "auto"
+    stream_gradients: Literal["auto"] | bool = False
     chunk_elements: int = 524288
 
     def __post_init__(self) -> None:
@@ -128,6 +132,11 @@ class ZenFlowConfig:
         _choice("schedule", self.schedule, ("window", "staggered"), remedy)
         remedy = 'the CuPy kernels are not part of this version yet, use "auto" or "torch"'
         _choice("kernels", self.kernels, ("auto", "torch"), remedy)
+        if not (isinstance(self.stream_gradients, bool) or _is_auto(self.stream_gradients)):
+            raise TypeError(
+                f'stream_gradients must be True, False or "auto", got {self.stream_gradients!r}; "auto" '
+                "streams wherever nothing needs .grad between backward and the step"
+            )
 
     def _store(self, name: str, value: object) -> None:
         # The plain int or float replaces an integer-like or real-like value that was given.

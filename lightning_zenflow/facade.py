@@ -21,8 +21,9 @@ class OptimizerFacade:
     # A fused AdamW says that it unscales gradients itself; then Lightning would not clip them.
     _step_supports_amp_scaling = False
 
-    def __init__(self, engine: ZenFlowEngine) -> None:
+    def __init__(self, engine: ZenFlowEngine, before_step: Callable[[], None]) -> None:
         self._engine = engine
+        self._before_step = before_step
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -40,6 +41,7 @@ class OptimizerFacade:
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        self._before_step()
         self._engine.step()
         mark_stepped(self._engine.optimizer)
         return result

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -13,11 +14,13 @@ from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined
     rank_zero_info,
     rank_zero_warn,
 )
+from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.device import Device, make_device
 from lightning_zenflow.engine import (
     HostMemory,
     StallLedger,
@@ -25,6 +28,12 @@ from lightning_zenflow.engine import (
     ZenFlowEngine,
 )
 from lightning_zenflow.facade import OptimizerFacade
+from lightning_zenflow.streaming import (
+    BucketStream,
+    MergeGate,
+    weights_are_watched,
+    why_retained,
+)
 
 if TYPE_CHECKING:
     from lightning_zenflow.callbacks import GradientSyncCallback
@@ -79,6 +88,9 @@ class ZenFlowStrategy(DDPStrategy):
         num_workers: updater processes of each rank; "auto" is one a physical core, less one.
         threads_per_worker: threads in each; "auto" is 1.
         kernels: device operations: "torch", or "auto" for the best that is available.
+        stream_gradients: let gradients leave the device during backward instead of keeping them in
+            ``.grad`` until the step: "auto" wherever nothing needs them there, True (an error where
+            something does), or False.
         **kwargs: keyword arguments of DDPStrategy and DistributedDataParallel.
 
     Attributes:
@@ -105,6 +117,7 @@ class ZenFlowStrategy(DDPStrategy):
         num_workers: int | Literal["auto"] = "auto",
         threads_per_worker: int | Literal["auto"] = "auto",
         kernels: Literal["auto", "cupy", "torch"] = "auto",
+        stream_gradients: Literal["auto"] | bool = False,
         **kwargs: Any,
     ) -> None:
         _check_arguments(kwargs)
@@ -121,6 +134,7 @@ class ZenFlowStrategy(DDPStrategy):
             num_workers=num_workers,
             threads_per_worker=threads_per_worker,
             kernels=kernels,
+            stream_gradients=stream_gradients,
         )
         # DDP's buckets and the gradients share memory: one copy of the gradients instead of two.
         kwargs.setdefault("gradient_as_bucket_view", True)
@@ -134,6 +148,10 @@ class ZenFlowStrategy(DDPStrategy):
         self.engine: ZenFlowEngine | None = None
         self.ledger = StallLedger()
         self.host_memory = HostMemory(0, 0, 0, {})
+        self.retained_because: str | None = None
+        self._watched = True
+        self._buckets: BucketStream | None = None
+        self._gate: MergeGate | None = None
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -145,12 +163,41 @@ class ZenFlowStrategy(DDPStrategy):
         if trainer.state.fn == "fit":
             self._check_run()
             self._arrange_callbacks(trainer)
+            self._decide_streaming(trainer)
         super().setup(trainer)
+
+    def _decide_streaming(self, trainer: pl.Trainer) -> None:
+        wanted = self.config.stream_gradients
+        ddp_arguments = self._ddp_kwargs if self.world_size > 1 else None
+        reason = why_retained(trainer, ddp_arguments)
+        if reason is None and ddp_arguments is not None and self._ddp_comm_hook is not None:
+            reason = "ddp_comm_hook is the user's own"
+        if wanted is True and reason is not None:
+            raise ValueError(
+                f"stream_gradients=True is not possible here: {reason}. Use 'auto' to keep gradients "
+                "until the step in such a case, or remove what needs them."
+            )
+        self.retained_because = "stream_gradients=False" if wanted is False else reason
+        self._watched = weights_are_watched(trainer)
+        self._buckets = None
+        if self.retained_because is None and self.world_size > 1:
+            self._buckets = BucketStream()
+
+    def make_device(self) -> Device:
+        """The device half of this run; a strategy for another accelerator overrides it."""
+        return make_device(self.root_device)
 
     def configure_ddp(self) -> None:
         """Wrap the model only where there is something to reduce."""
         if self.world_size > 1:
             super().configure_ddp()
+
+    def _register_ddp_hooks(self) -> None:
+        if self._buckets is None:
+            super()._register_ddp_hooks()
+            return
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.register_comm_hook(None, self._buckets.reduce)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -171,11 +218,27 @@ class ZenFlowStrategy(DDPStrategy):
             self.config,
             names={param: name for name, param in module.named_parameters()},
             ledger=self.ledger,
+            device=self.make_device(),
             local_rank=self.local_rank,
             local_ranks=self.num_processes,
         )
         self.host_memory = self.engine.host_memory
+        if self._buckets is not None:
+            self._buckets.engine = self.engine
+        if not self.engine.device.queues.direct:
+            self._gate = MergeGate(self.engine, module)
+        self._stream(self._clip_norm(trainer))
         rank_zero_info(self._describe(self.engine))
+
+    @staticmethod
+    def _clip_norm(trainer: pl.Trainer) -> float | None:
+        """The norm that the engine has to clip to while streaming; Lightning takes 0 for none, too."""
+        value = trainer.gradient_clip_val
+        return float(value) if value is not None and value > 0.0 else None
+
+    def _stream(self, clip_norm: float | None) -> None:
+        if self.engine is not None and self.retained_because is None:
+            self.engine.stream_gradients(clip_norm=clip_norm, free=self._buckets is None)
 
     def _describe(self, engine: ZenFlowEngine) -> str:
         memory = engine.host_memory
@@ -188,7 +251,12 @@ class ZenFlowStrategy(DDPStrategy):
         return (
             f"ZenFlow: {memory.cold_parameters:,} cold parameters in {memory.total_bytes / 1e6:,.1f} MB of "
             f"host memory, {memory.hot_parameters:,} hot on the device, "
-            f"updater processes: {len(engine.pool.pids)}"
+            f"updater processes: {len(engine.pool.pids)}; gradients "
+            + (
+                "leave during backward"
+                if engine.streaming
+                else f"stay until the step ({self.retained_because})"
+            )
         )
 
     def _check_run(self) -> None:
@@ -209,11 +277,6 @@ class ZenFlowStrategy(DDPStrategy):
         for name, child in module.named_modules():
             if isinstance(child, Embedding | EmbeddingBag) and child.weight.requires_grad:
                 self._check_embedding(name, child)
-        if self.root_device.type != "cpu":
-            rank_zero_warn(
-                f"this version of ZenFlow moves gradients on {self.root_device} with plain "
-                "synchronous copies: the arithmetic is exact, but the stall is not hidden yet"
-            )
 
     def _check_embedding(self, name: str, child: Embedding | EmbeddingBag) -> None:
         kind = type(child).__name__
@@ -260,6 +323,9 @@ class ZenFlowStrategy(DDPStrategy):
         self.config = self.config.with_update_interval(every)
 
     def _close_engine(self) -> None:
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
         if self.engine is not None:
             self.engine.close()
             self.engine = None
@@ -270,7 +336,7 @@ class ZenFlowStrategy(DDPStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the engine: processes and shared memory stay where they are (spawn, deepcopy)."""
-        return {**self.__dict__, "engine": None}
+        return {**self.__dict__, "engine": None, "_gate": None, "_buckets": None}
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -285,8 +351,63 @@ class ZenFlowStrategy(DDPStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         # Only the precision plugin sees the facade: schedulers, tuners and callbacks that look at
         # trainer.optimizers keep the user's own AdamW.
-        facade: Any = OptimizerFacade(self.engine)
-        return super().optimizer_step(facade, closure, model, **kwargs)
+        facade: Any = OptimizerFacade(self.engine, self._before_step)
+        with self._clipping_by_engine(self.engine):
+            result = super().optimizer_step(facade, closure, model, **kwargs)
+        if self._watched:
+            self.engine.await_merges()
+        return result
+
+    def _before_step(self) -> None:
+        if self._buckets is not None:
+            self._buckets.finish()
+
+    @contextmanager
+    def _clipping_by_engine(self, engine: ZenFlowEngine) -> Iterator[None]:
+        """While gradients stream, Lightning would clip what is left of them: keep it from doing so."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if not engine.streaming:
+            yield
+            return
+        given, clip_norm = trainer.gradient_clip_val, self._clip_norm(trainer)
+        if clip_norm != engine.clip_norm:  # a callback has changed it
+            self._stream(clip_norm)
+        trainer.gradient_clip_val = None
+        try:
+            yield
+        finally:
+            trainer.gradient_clip_val = given
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._gate is not None:
+            self._gate.open()
+        return super().training_step(*args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self.engine is None:
+            return
+        if self._buckets is not None:
+            self._buckets.discard()
+        # zero_grad comes before each backward that is not one of several in a step.
+        self.engine.discard_gradients()
+        if not self.engine.streaming or self._buckets is not None:
+            self.engine.release_gradients()
+
+    def release_gradients(self) -> None:
+        """Gradients are about to be zeroed or freed: see :meth:`ZenFlowEngine.release_gradients`."""
+        if self.engine is not None and not self.engine.streaming:
+            self.engine.release_gradients()
+
+    def await_merges(self) -> None:
+        """Weights are about to be read: see :meth:`ZenFlowEngine.await_merges`."""
+        if self.engine is not None:
+            self.engine.await_merges()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.await_merges()
+        return super().lightning_module_state_dict()
 
     def flush(self) -> None:
         """Apply every pending gradient. Does nothing outside of fit."""
@@ -299,6 +420,7 @@ class ZenFlowStrategy(DDPStrategy):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        self.await_merges()
         self.ledger.stop_clock()
 
     def on_validation_end(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.device.emulated import EmulatedQueues
 from lightning_zenflow.engine import ZenFlowEngine
 from lightning_zenflow.host.arena import Arena
 from lightning_zenflow.host.layout import HostSpec
@@ -52,8 +54,8 @@ class InlinePool(UpdaterPool):
     def _sleep(self, milliseconds: int) -> None:
         if self.closed:
             raise RuntimeError("the updater pool is closed")
-        if milliseconds:
-            self._random.choice(self.lanes).pass_once()
+        if milliseconds and not self._random.choice(self.lanes).pass_once():
+            time.sleep(0)  # the doorbell may be on its way in another thread
 
 
 def inline(seed: int = 0) -> Callable[[HostSpec], UpdaterPool]:
@@ -71,6 +73,22 @@ def make_engine(optimizer: Optimizer, *, seed: int | None = 0, **settings: Any) 
     config = ZenFlowConfig(**{"min_offload_numel": 0, "num_workers": 1, **settings})
     pool = UpdaterPool if seed is None else inline(seed)
     return ZenFlowEngine(optimizer, config, make_pool=pool, **extra)
+
+
+def racing_queues(seed: int) -> EmulatedQueues:
+    """Three threads that do everything late, and poison what is not needed any more."""
+    return EmulatedQueues(seed=seed, compute_thread=True)
+
+
+def backward(param: torch.Tensor, grad: torch.Tensor) -> None:
+    """What autograd does at the end of the chain: add ``grad`` to ``.grad`` and call the hooks."""
+    torch.autograd.backward([param], [grad])
+
+
+def next_forward(engine: ZenFlowEngine) -> None:
+    """What the next forward does: it uses all parameters, behind everything issued to compute."""
+    engine.await_merges()
+    engine.device.queues.compute.synchronize()
 
 
 def set_grads(params: list[torch.Tensor], step: int, seed: int = 0) -> None:

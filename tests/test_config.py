@@ -43,6 +43,7 @@ DEFAULTS = {
     "num_workers": "auto",
     "threads_per_worker": "auto",
     "kernels": "auto",
+    "stream_gradients": False,
     "chunk_elements": 524288,
 }
 
@@ -181,6 +182,7 @@ def valid_fields(draw: st.DrawFn) -> dict[str, Any]:
         "num_workers": draw(AUTO_OR_COUNT),
         "threads_per_worker": draw(AUTO_OR_COUNT),
         "kernels": draw(st.sampled_from(["auto", "torch"])),
+        "stream_gradients": draw(st.sampled_from(["auto", True, False])),
         "chunk_elements": draw(st.integers(1, 2**40)),
     }
 

@@ -1,6 +1,18 @@
-"""The device half's operations: one small interface, and its implementations."""
+"""The device half's operations: their order, their queues and their arithmetic."""
 
-from lightning_zenflow.device.base import Device, HotState
-from lightning_zenflow.device.torch_device import TorchDevice
+from lightning_zenflow.device.base import Columns, Event, HotState, Kernels, Queue, Queues
+from lightning_zenflow.device.device import WAITS, Device, Traffic
+from lightning_zenflow.device.select import make_device
 
-__all__ = ["Device", "HotState", "TorchDevice"]
+__all__ = [
+    "WAITS",
+    "Columns",
+    "Device",
+    "Event",
+    "HotState",
+    "Kernels",
+    "Queue",
+    "Queues",
+    "Traffic",
+    "make_device",
+]

@@ -1,4 +1,4 @@
-"""Hot and cold columns of a matrix, and the slots that hold them."""
+"""Choosing the hot columns of a matrix, and exchanging them with cold ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lightning_zenflow.device import Columns
 
 
 def count_hot(topk_ratio: float, cols: int) -> int:
@@ -18,24 +20,13 @@ def count_hot(topk_ratio: float, cols: int) -> int:
     return min(cols, max(1, math.floor(topk_ratio * cols + 0.5)))
 
 
-@dataclass
-class Columns:
-    """Which column lies in which slot. Both int64, on the parameter's device.
+def provisional(n_hot: int, cols: int, device: torch.device) -> Columns:
+    """The first ``n_hot`` columns are hot until the first selection.
 
-    Invariant: ``hot`` and ``cold`` together hold every column of the matrix exactly once.
+    During warm-up both halves make plain AdamW updates, so it does not matter which they are.
     """
-
-    hot: Tensor  # [n_hot]: hot slot -> column
-    cold: Tensor  # [n_cold]: cold slot -> column
-
-    @classmethod
-    def provisional(cls, n_hot: int, cols: int, device: torch.device) -> Columns:
-        """The first ``n_hot`` columns are hot until the first selection.
-
-        During warm-up both halves make plain AdamW updates, so it does not matter which they are.
-        """
-        every = torch.arange(cols, dtype=torch.int64, device=device)
-        return cls(hot=every[:n_hot].clone(), cold=every[n_hot:].clone())
+    every = torch.arange(cols, dtype=torch.int64, device=device)
+    return Columns.of(hot=every[:n_hot].clone(), cold=every[n_hot:].clone())
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,9 @@ def plan_swap(columns: Columns, chosen: Tensor) -> Swap:
     )
 
 
-def apply_swap(columns: Columns, swap: Swap) -> None:
-    """Exchange the columns in their slots."""
-    columns.hot[swap.hot_slots] = swap.promoted
-    columns.cold[swap.cold_slots] = swap.demoted
+def apply_swap(columns: Columns, swap: Swap) -> Columns:
+    """``columns`` with the pairs exchanged in their slots."""
+    hot, cold = columns.hot.clone(), columns.cold.clone()
+    hot[swap.hot_slots] = swap.promoted
+    cold[swap.cold_slots] = swap.demoted
+    return Columns.of(hot, cold)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,27 +63,38 @@ class DenseHot:
                 state.master.copy_(param.detach())
                 state.version = version(param)
 
-    def update(self, params: Iterable[Tensor], hyper: AdamHyper) -> None:
-        """One Adam update of each of ``params`` with its ``.grad``, in few fused calls."""
-        batches: dict[Any, list[Tensor]] = defaultdict(list)
-        for param in params:
+    def update(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        hyper: AdamHyper,
+        factor: Tensor | None = None,
+    ) -> None:
+        """One Adam update of each parameter with ``factor`` times its gradient, in few fused calls.
+
+        ``factor`` is one fp32 on the device; None is 1.
+        """
+        batches: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for param, grad in pairs:
             state = self.state(param)
             state.steps += 1
             _adopt_changes(param.detach(), state)
             key = (param.dtype, param.device, state.master is None, state.steps)
-            batches[key].append(param)
+            batches[key].append((param, grad))
         for batch in batches.values():
-            self._update_batch(batch, hyper)
+            self._update_batch(batch, hyper, factor)
 
-    def _update_batch(self, batch: list[Tensor], hyper: AdamHyper) -> None:
+    def _update_batch(
+        self, batch: list[tuple[Tensor, Tensor]], hyper: AdamHyper, factor: Tensor | None
+    ) -> None:
         """Parameters of one dtype, device and step count."""
-        states = [self.states[param] for param in batch]
-        values = [param.detach() for param in batch]
-        grads = [param.grad for param in batch if param.grad is not None]
+        states = [self.states[param] for param, _ in batch]
+        values = [param.detach() for param, _ in batch]
         masters = [
             value if s.master is None else s.master for value, s in zip(values, states, strict=True)
         ]
-        grads = [_like(grad, master) for grad, master in zip(grads, masters, strict=True)]
+        grads = [_like(grad, master) for (_, grad), master in zip(batch, masters, strict=True)]
+        if factor is not None:
+            grads = [grad * factor.to(grad.dtype) for grad in grads]
         adam_updates_(
             masters,
             grads,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,8 +14,9 @@ from torch.optim import Optimizer
 
 from lightning_zenflow.arithmetic import AdamHyper
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.device import Device, TorchDevice
+from lightning_zenflow.device import Device, Event, make_device
 from lightning_zenflow.engine.cold import ColdHalf
+from lightning_zenflow.engine.columns import apply_swap
 from lightning_zenflow.engine.dense import DenseHot
 from lightning_zenflow.engine.hot import update_hot
 from lightning_zenflow.engine.hyper import (
@@ -26,9 +28,10 @@ from lightning_zenflow.engine.hyper import (
 )
 from lightning_zenflow.engine.ledger import StallLedger
 from lightning_zenflow.engine.matrix import Matrix, MatrixShape, build_matrix, matrix_shape
-from lightning_zenflow.engine.migration import select
+from lightning_zenflow.engine.migration import migrate, plan
 from lightning_zenflow.engine.schedule import Schedule, deal_phases
 from lightning_zenflow.engine.state import export_state, import_state
+from lightning_zenflow.engine.stream import Arrival, GradientStream
 from lightning_zenflow.host.layout import HostMatrix, HostSpec, dtype_name
 from lightning_zenflow.host.pool import UpdaterPool
 from lightning_zenflow.host.topology import place_workers
@@ -65,7 +68,7 @@ class ZenFlowEngine:
         config: the settings.
         names: names of parameters, for messages; unnamed ones are numbered.
         ledger: where stalls are written; a new one by default.
-        device: the device operations; plain torch by default.
+        device: the device half; by default the one for the parameters' device. Closed with the engine.
         local_rank, local_ranks: this rank among those that share the machine's cores.
         make_pool: what runs the host half; worker processes by default.
         delay_us: upper bound of random sleeps in the workers, for tests of the protocol.
@@ -97,7 +100,6 @@ class ZenFlowEngine:
         self.steps = 0
         self._closed = False
         self.dense = DenseHot()
-        self._device: Device = device if device is not None else TorchDevice()
         self._names = dict(names or {})
         self._hypers: list[AdamHyper] = []
         self.pool: UpdaterPool | None = None
@@ -105,6 +107,8 @@ class ZenFlowEngine:
         self.matrices: list[Matrix] = []
         shapes = self._find_matrices()
         self._numel = sum(p.numel() for p in self._trainable())
+        self.device = device if device is not None else self._make_device()
+        self._stream: GradientStream | None = None
         if shapes:
             placement = place_workers(
                 config.num_workers,
@@ -121,7 +125,8 @@ class ZenFlowEngine:
                 delay_us=delay_us,
             )
             self.pool = make_pool(spec)
-            self._cold = ColdHalf(self.pool, self._device, self.ledger)
+            self.device.queues.pin(self.pool.arena.address, self.pool.arena.layout.total_bytes)
+            self._cold = ColdHalf(self.pool, self.device, self.ledger)
             self.matrices = self._build_matrices(shapes, self.pool)
         self._by_param: dict[Tensor, Matrix] = {m.param: m for m in self.matrices}
         self.host_memory = self._measure_memory()
@@ -132,6 +137,16 @@ class ZenFlowEngine:
     def _trainable(self) -> list[Tensor]:
         groups = self.optimizer.param_groups
         return [p for group in groups for p in group["params"] if p.requires_grad]
+
+    def _make_device(self) -> Device:
+        devices = sorted({str(p.device) for p in self._trainable()}) or ["cpu"]
+        if len(devices) > 1:
+            raise ValueError(
+                f"the parameters are on several devices ({', '.join(devices)}); one engine serves one "
+                "device: move the model to one, or give each device's parameters an optimizer and an "
+                "engine of their own"
+            )
+        return make_device(torch.device(devices[0]))
 
     def _find_matrices(self) -> list[MatrixShape]:
         shapes = []
@@ -169,16 +184,24 @@ class ZenFlowEngine:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One optimizer step with the ``.grad`` of every parameter.
+        """One optimizer step with the gradients that were streamed, and ``.grad`` of all others.
 
-        Gradients must be final: averaged over ranks, unscaled, clipped. Parameters without gradient
-        are skipped by both halves.
+        Gradients must be final: averaged over ranks, unscaled, clipped (unless the stream clips).
+        Parameters without gradient are skipped by both halves.
         """
         self._require_open()
         self.ledger.start_clock()
         if self.pool is not None:
             self.pool.check()
+        if self._stream is None:
+            self.device.release_gradients(discard=False)  # the last step's
         step = self.steps + 1
+        arrivals = self._stream.arrivals if self._stream is not None else {}
+        factor = self._clip_factor(arrivals)
+        slot = -1
+        if factor is not None and self._cold is not None:
+            slot = self._cold.send_factor(factor, step)
+        now = self.device.now()
         self._hypers = [read_hyper(group) for group in self.optimizer.param_groups]
         for group, hyper in zip(self.optimizer.param_groups, self._hypers, strict=True):
             dense = []
@@ -186,46 +209,168 @@ class ZenFlowEngine:
                 matrix = self._by_param.get(param)
                 if matrix is not None:
                     matrix.hyper = hyper
-                if param.grad is None:
-                    continue
-                check_gradient(self.name_of(param), param.grad)
-                if matrix is None:
-                    dense.append(param)
-                else:
-                    self._step_matrix(matrix, param.grad, step, hyper)
+                    arrival = arrivals.get(matrix)
+                    if arrival is not None or param.grad is not None:
+                        self._step_matrix(matrix, arrival, step, hyper, now, factor, slot)
+                elif param.grad is not None:
+                    check_gradient(self.name_of(param), param.grad)
+                    dense.append((param, param.grad))
             if dense:
-                self.dense.update(dense, hyper)
+                self.device.on_compute(partial(self.dense.update, dense, hyper, factor))
+        arrivals.clear()
         self.steps = step
-        self._finish_step(step)
+        self._finish_step(step, now)
 
-    def _step_matrix(self, matrix: Matrix, full_grad: Tensor, step: int, hyper: AdamHyper) -> None:
+    def _clip_factor(self, arrivals: Mapping[Matrix, Arrival]) -> Tensor | None:
+        """The clip factor, if the stream clips: over what was streamed and what was not."""
+        if self._stream is None or self._stream.clip_norm is None:
+            return None
+        retained = [
+            param.grad
+            for param in self._trainable()
+            if param.grad is not None and self._by_param.get(param) not in arrivals
+        ]
+        return self._stream.factor(retained)
+
+    def _step_matrix(
+        self,
+        matrix: Matrix,
+        arrival: Arrival | None,
+        step: int,
+        hyper: AdamHyper,
+        now: Event,
+        factor: Tensor | None,
+        factor_slot: int,
+    ) -> None:
         """The five parts of one step of one matrix (design: one step)."""
         cold = self._require_cold()
         matrix.check_version()
-        grad = full_grad.reshape(matrix.rows, matrix.cols)
         if matrix.outstanding and self.schedule.merge_due(step, matrix.outstanding.submitted):
-            cold.merge(matrix)
+            cold.merge(matrix, now)
+        if arrival is None:
+            arrival = self._arrive(matrix, self._flat_gradient(matrix), now)
         carried = None
-        if self.schedule.selection_due(step, matrix.phase, matrix.last_selection):
-            carried = select(matrix, grad, step, hyper, self._device, cold)
-        update_hot(matrix, grad, hyper, carried, self._device)
-        cold.accumulate(matrix, grad, hyper.step_decay)
+        if arrival.selected:
+            matrix.last_selection = step
+        if arrival.swap is not None:
+            cold.await_merge(matrix)
+            carried = migrate(matrix, arrival.swap, arrival.columns, hyper, self.device, cold)
+        update_hot(matrix, arrival.hot_grad, factor, hyper, carried, self.device)
+        cold.accumulate(matrix, hyper.step_decay, factor_slot)
         if self.schedule.warming_up(step):
             cold.submit(matrix, step, hyper, lr_scale=1.0)
         elif self.schedule.is_boundary(step, matrix.phase):
             cold.submit(matrix, step, hyper, self.config.cold_lr_scale)
+        matrix.mark_changed()
 
-    def _finish_step(self, step: int) -> None:
-        if self._cold is not None and self.pool is not None:
-            self._cold.wake()
-            if self.schedule.warming_up(step) or self.schedule.lag == 0:
-                for matrix in self.matrices:
-                    self._cold.merge(matrix)
-            for matrix in self.matrices:
-                matrix.remember_version()
-            self.ledger.close_step(step, self.pool.busy_seconds())
-        else:
+    def _flat_gradient(self, matrix: Matrix) -> Tensor:
+        grad = matrix.param.grad
+        assert grad is not None
+        check_gradient(matrix.name, grad)
+        return grad.reshape(matrix.rows, matrix.cols).contiguous()
+
+    def _arrive(self, matrix: Matrix, grad: Tensor, ready: Event) -> Arrival:
+        """Split the coming step's gradient ``[rows, cols]`` and send its cold half.
+
+        Changes nothing but the staging. If a selection is due, the split is by the columns that it
+        chooses.
+        """
+        columns, swap = matrix.columns, None
+        due = self.schedule.selection_due(self.steps + 1, matrix.phase, matrix.last_selection)
+        if due:
+            swap = plan(matrix, grad, self.device)
+            if swap is not None:
+                columns = apply_swap(columns, swap)
+        hot_grad = None if matrix.hot is None else self.device.split_hot(grad, columns)
+        self._require_cold().send(matrix, columns, grad, ready)
+        return Arrival(hot_grad, columns, swap, due)
+
+    def _finish_step(self, step: int, now: Event) -> None:
+        if self._cold is None or self.pool is None:
             self.ledger.close_step(step, 0.0)
+            return
+        self._cold.wake()
+        if self.schedule.warming_up(step) or self.schedule.lag == 0:
+            for matrix in self.matrices:
+                self._cold.merge(matrix, now)
+            self.await_merges()
+        self.ledger.close_step(step, self.pool.busy_seconds())
+
+    # -- what others have to say ------------------------------------------------------------------
+
+    def await_merges(self, matrices: Iterable[Matrix] | None = None) -> None:
+        """The parameters (of ``matrices``, or all) are about to be used on the device.
+
+        A merge may still be under way when ``step`` returns, so that it overlaps the next forward up
+        to the parameter's first use. On the CPU it never is, and this does nothing.
+        """
+        if self._cold is not None:
+            for matrix in self.matrices if matrices is None else matrices:
+                self._cold.await_merge(matrix)
+
+    def release_gradients(self) -> None:
+        """The gradients of the last step are about to be overwritten in place.
+
+        Needed before the next backward where gradients keep their memory (DDP's buckets,
+        ``zero_grad(set_to_none=False)``): their cold half may still be leaving.
+        """
+        with self.ledger.stall("copy"):
+            self.device.release_gradients(discard=True)
+
+    def stream_gradients(self, *, clip_norm: float | None = None, free: bool = True) -> None:
+        """From now on gradients of matrices leave during backward, and their memory is freed.
+
+        Each step must then consist of one backward and one :meth:`step`; ``.grad`` of a matrix is None
+        after backward. To skip a step call :meth:`discard_gradients`.
+
+        Args:
+            clip_norm: clip all gradients together to this 2-norm, as ``clip_grad_norm_`` does; the
+                factor is applied by :meth:`step`.
+            free: False if the gradients are handed to :meth:`take_gradient` by the caller instead of
+                by hooks on the parameters, and keep their memory.
+
+        Raises:
+            ValueError: ``clip_norm`` is not above 0.
+        """
+        self._require_open()
+        if clip_norm is not None and not clip_norm > 0.0:
+            raise ValueError(f"clip_norm must be above 0, got {clip_norm!r}; None is no clipping")
+        self.retain_gradients()
+        self._stream = GradientStream(
+            self.matrices, self.device, self._arrive, clip_norm=clip_norm, free=free
+        )
+
+    def retain_gradients(self) -> None:
+        """From now on gradients stay in ``.grad`` until the step, which is the default."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    @property
+    def streaming(self) -> bool:
+        """Whether gradients leave during backward."""
+        return self._stream is not None
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The norm that :meth:`stream_gradients` was given, None also if gradients are retained."""
+        return self._stream.clip_norm if self._stream is not None else None
+
+    def take_gradient(self, param: Tensor, grad: Tensor) -> None:
+        """Take the final gradient of ``param`` while backward goes on (``stream_gradients(free=False)``).
+
+        Parameters that are not matrices are left for the step.
+        """
+        matrix = self._by_param.get(param)
+        if self._stream is not None and matrix is not None:
+            self._stream.take(matrix, grad)
+
+    def discard_gradients(self) -> None:
+        """Forget the gradients streamed since the last step, as ``zero_grad`` does with ``.grad``."""
+        if self._stream is not None:
+            self._stream.discard()
+
+    # -- checks -----------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
         if self._closed:
@@ -249,15 +394,17 @@ class ZenFlowEngine:
         if self._cold is None or self.pool is None or not self._pending():
             return
         self.pool.check()
+        now = self.device.now()
         for matrix in self.matrices:
-            self._cold.merge(matrix, cause="flush")
+            self._cold.merge(matrix, now, cause="flush")
         for matrix in self.matrices:
             if matrix.hyper is not None:
                 self._cold.submit(matrix, self.steps, matrix.hyper, self.config.cold_lr_scale)
         self._cold.wake()
         for matrix in self.matrices:
-            self._cold.merge(matrix, cause="flush")
-            matrix.remember_version()
+            self._cold.merge(matrix, now, cause="flush")
+            matrix.mark_changed()
+        self.await_merges()
         self.ledger.close_flush(self.steps, self.pool.busy_seconds())
 
     def _pending(self) -> bool:
@@ -267,9 +414,10 @@ class ZenFlowEngine:
     def reload_masters(self) -> None:
         """The parameters have been given new values: make them the masters, drop what is pending."""
         self._require_open()
+        self.discard_gradients()
+        self.synchronize()
         for matrix in self.matrices:
-            self.settle(matrix)
-            matrix.outstanding = None
+            matrix.outstanding = matrix.merged = matrix.outgoing_read = None
             matrix.window.reset()
             matrix.load_masters()
         self.dense.load_masters()
@@ -282,9 +430,13 @@ class ZenFlowEngine:
         """The parameter's name, for messages."""
         return self._names.get(param, "(added later)")
 
-    def settle(self, matrix: Matrix) -> None:
-        """Wait until the workers have done all that is posted for ``matrix``; merges nothing."""
-        self._require_cold().settle(matrix)
+    def synchronize(self) -> None:
+        """Wait until device and workers have done all that was asked of them; merges nothing."""
+        self._require_open()
+        self.await_merges()
+        for matrix in self.matrices:
+            self._require_cold().settle(matrix)
+        self.device.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain AdamW would have it; see :func:`~.state.export_state`."""
@@ -301,6 +453,8 @@ class ZenFlowEngine:
         """Stop the workers and give the host memory back. Pending work is dropped; flush first."""
         self._closed = True
         self._guard.remove()
+        self.retain_gradients()
+        self.device.close()
         self._by_param = {}
         self.matrices = []
         self._cold = None

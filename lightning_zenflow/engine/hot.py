@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,25 +28,36 @@ class Carried:
 
 
 def update_hot(
-    matrix: Matrix, grad: Tensor, hyper: AdamHyper, carried: Carried | None, device: Device
+    matrix: Matrix,
+    grad: Tensor | None,
+    factor: Tensor | None,
+    hyper: AdamHyper,
+    carried: Carried | None,
+    device: Device,
 ) -> None:
-    """One AdamW update of the hot columns with this step's gradient ``[rows, cols]``.
+    """One AdamW update of the hot columns with ``factor * grad``, compact fp32 ``[rows, n_hot]``.
 
     A promoted column with pending gradients uses the mean ``(acc + g_t) / (n + 1)`` and the pending
     decay times this step's, so no gradient is dropped or used twice.
     """
     matrix.steps += 1
-    hot = matrix.hot
-    if hot is None:
+    if matrix.hot is None or grad is None:
         return
-    hot.steps = matrix.steps
-    hot_grad = device.split_hot(grad, hot.columns)
     decay: float | Tensor = hyper.step_decay
     if carried is not None:
-        now = hot_grad[:, carried.slots]
-        hot_grad[:, carried.slots] = (carried.accumulated + now) / (carried.counts + 1)
+        device.on_compute(partial(_add_carried, grad, factor, carried))
+        factor = None
         decay = torch.full(
-            (hot.columns.numel(),), hyper.step_decay, dtype=torch.float32, device=grad.device
+            (grad.shape[1],), hyper.step_decay, dtype=torch.float32, device=grad.device
         )
         decay[carried.slots] = (carried.decays * hyper.step_decay).to(torch.float32)
-    device.adamw_hot(matrix.view, hot, hot_grad, hyper, decay)
+    device.adamw_hot(
+        matrix.view, matrix.columns, matrix.hot, grad, factor, matrix.steps, hyper, decay
+    )
+
+
+def _add_carried(grad: Tensor, factor: Tensor | None, carried: Carried) -> None:
+    if factor is not None:
+        grad.mul_(factor)
+    now = grad[:, carried.slots]
+    grad[:, carried.slots] = (carried.accumulated + now) / (carried.counts + 1)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from lightning_zenflow._compat import version
 from lightning_zenflow.arithmetic import AdamHyper
-from lightning_zenflow.device import HotState
-from lightning_zenflow.engine.columns import Columns, count_hot
+from lightning_zenflow.device import Columns, Event, HotState
+from lightning_zenflow.engine.columns import count_hot, provisional
 from lightning_zenflow.engine.window import Window
 from lightning_zenflow.host.arena import MatrixArrays
 
@@ -24,7 +25,7 @@ class Outstanding:
     command: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Matrix:
     """A parameter viewed as ``[rows, cols]``, split by columns into a hot and a cold half.
 
@@ -40,6 +41,9 @@ class Matrix:
         last_selection: step at which hot columns were chosen last; None before the first time.
         hyper: hyperparameters of the last step taken, which a flush uses.
         version: the parameter's version after our own last change of it.
+        merged: after it the last merge is in the parameter; None if compute has waited for it.
+        outgoing_read: after it the last merge has read ``arrays.outgoing``; None if an update has
+            been ordered behind it.
     """
 
     name: str
@@ -59,6 +63,13 @@ class Matrix:
     last_selection: int | None = None
     hyper: AdamHyper | None = None
     version: int | None = None
+    merged: Event | None = None
+    outgoing_read: Event | None = None
+
+    def mark_changed(self) -> None:
+        """The step changes the parameter: autograd must see it, as after any optimizer's step."""
+        increment_version(self.param)
+        self.remember_version()
 
     def remember_version(self) -> None:
         """All changes of the parameter up to here were ours, or have been taken into the masters."""
@@ -80,9 +91,10 @@ class Matrix:
     def view(self) -> Tensor:
         """The parameter as ``[rows, cols]``, sharing its memory.
 
-        Made anew each time: users and Lightning may replace ``param.data``.
+        Made anew each time: users and Lightning may replace ``param.data``. Writes through it do not
+        count as versions, as they may be done later, by a queue: see :meth:`mark_changed`.
         """
-        return self.param.detach().view(self.rows, self.cols)
+        return self.param.data.view(self.rows, self.cols)
 
     def load_masters(self) -> None:
         """Take the parameter's present values as masters of both halves."""
@@ -129,7 +141,7 @@ def matrix_shape(
 def build_matrix(shape: MatrixShape, index: int, phase: int, arrays: MatrixArrays) -> Matrix:
     """A fresh matrix: provisional hot columns, masters from the parameter, zero moments."""
     device = shape.param.device
-    columns = Columns.provisional(shape.n_hot, shape.cols, device)
+    columns = provisional(shape.n_hot, shape.cols, device)
     hot: HotState | None = None
     if shape.n_hot:
 
@@ -137,7 +149,7 @@ def build_matrix(shape: MatrixShape, index: int, phase: int, arrays: MatrixArray
             return torch.zeros(shape.rows, shape.n_hot, dtype=torch.float32, device=device)
 
         own_master = shape.param.dtype == torch.float32
-        hot = HotState(columns.hot, None if own_master else state(), state(), state())
+        hot = HotState(None if own_master else state(), state(), state())
     matrix = Matrix(
         name=shape.name,
         param=shape.param,

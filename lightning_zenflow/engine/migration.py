@@ -6,37 +6,45 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.arithmetic import AdamHyper, moment_rescale
-from lightning_zenflow.device import Device
+from lightning_zenflow.device import Columns, Device
 from lightning_zenflow.engine.cold import ColdHalf
-from lightning_zenflow.engine.columns import Swap, apply_swap, choose_hot, plan_swap
+from lightning_zenflow.engine.columns import Swap, choose_hot, plan_swap
 from lightning_zenflow.engine.hot import Carried
 from lightning_zenflow.engine.matrix import Matrix
 
 
-def select(
-    matrix: Matrix, grad: Tensor, step: int, hyper: AdamHyper, device: Device, cold: ColdHalf
+def plan(matrix: Matrix, grad: Tensor, device: Device) -> Swap | None:
+    """Which columns change side so that those with the largest norm of this gradient are hot.
+
+    Changes nothing. None if all stay where they are. The host waits for the scores here.
+    """
+    if matrix.hot is None:
+        return None
+    scores = device.column_scores(grad)
+    swap = plan_swap(matrix.columns, choose_hot(scores, matrix.columns.hot.numel()))
+    return swap if len(swap) else None
+
+
+def migrate(
+    matrix: Matrix, swap: Swap, columns: Columns, hyper: AdamHyper, device: Device, cold: ColdHalf
 ) -> Carried | None:
-    """Make the columns with the largest norm of this gradient hot; migrate those that change.
+    """Make ``columns`` those of the matrix, with the state of the pairs in ``swap`` exchanged.
 
     Must not be called while an update of the matrix is outstanding. Returns the pending gradients
     of promoted columns for this step's hot update, or None if there are none.
     """
     if matrix.outstanding is not None:
         raise RuntimeError(f"{matrix.name}: selection during a host update (a bug in the engine)")
-    matrix.last_selection = step
-    if matrix.hot is None:
-        return None
-    swap = plan_swap(
-        matrix.columns, choose_hot(device.column_scores(grad), matrix.hot.columns.numel())
-    )
-    if not len(swap):
-        return None
     cold.settle(matrix, cause="selection")
+    with cold.ledger.stall("selection"):
+        device.synchronize()
     with cold.ledger.stall("copy"):
-        return migrate(matrix, swap, hyper)
+        carried = _exchange(matrix, swap, hyper)
+    matrix.columns = columns
+    return carried
 
 
-def migrate(matrix: Matrix, swap: Swap, hyper: AdamHyper) -> Carried | None:
+def _exchange(matrix: Matrix, swap: Swap, hyper: AdamHyper) -> Carried | None:
     """Exchange master, moments and pending gradients of the pairs in ``swap``.
 
     A demoted column's accumulator starts empty, so that this step's accumulation gives it
@@ -60,7 +68,6 @@ def migrate(matrix: Matrix, swap: Swap, hyper: AdamHyper) -> Carried | None:
     host.master[:, slots] = _exchange_masters(matrix, swap, slots)
     if matrix.steps:  # before the first step all moments are zero: leave their pages untouched
         _exchange_moments(matrix, swap, slots, hyper)
-    apply_swap(matrix.columns, swap)
     return carried
 
 

@@ -21,6 +21,7 @@ def export_state(engine: ZenFlowEngine) -> dict[str, Any]:
     Moments are fp32. Cold moments are rescaled to the hot half's step count, so that their
     bias-corrected values are right. Nothing is flushed: gradients of an open window are not in it.
     """
+    engine.synchronize()
     exported: dict[str, Any] = engine.optimizer.state_dict()
     index = 0
     for group in engine.optimizer.param_groups:
@@ -40,7 +41,6 @@ def _export_param(
     if matrix is not None:
         if matrix.steps == 0:
             return None
-        engine.settle(matrix)
         steps, moments = matrix.steps, _join_moments(matrix, matrix.hyper or hyper)
     else:
         dense = engine.dense.states.get(param)

@@ -29,16 +29,20 @@ class ChunkKernels:
     def _scratch_like(self, block: Tensor) -> Tensor:
         return self._scratch[: block.numel()].view(block.shape)
 
-    def accumulate(self, arrays: MatrixArrays, chunk: Chunk, command: Accumulate) -> None:
-        """``accumulator += staging`` in fp32, or ``=`` for the first gradient of a window."""
+    def accumulate(
+        self, arrays: MatrixArrays, chunk: Chunk, command: Accumulate, factor: float = 1.0
+    ) -> None:
+        """``accumulator += factor * staging`` in fp32, or ``=`` for the first gradient of a window."""
         accumulator = arrays.accumulator[chunk.start : chunk.stop]
         staged = arrays.staging[chunk.start : chunk.stop]
         if command.first:
             accumulator.copy_(staged)
+            if factor != 1.0:
+                accumulator.mul_(factor)
         elif staged.dtype == torch.float32:
-            accumulator.add_(staged)
+            accumulator.add_(staged, alpha=factor)
         else:  # a mixed-dtype add_ is several times slower than cast and add in the cache
-            accumulator.add_(self._scratch_like(accumulator).copy_(staged))
+            accumulator.add_(self._scratch_like(accumulator).copy_(staged), alpha=factor)
 
     def update(self, arrays: MatrixArrays, chunk: Chunk, command: Update) -> None:
         """One AdamW update of the chunk with the mean of its accumulated gradients.

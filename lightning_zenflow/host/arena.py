@@ -70,6 +70,9 @@ class Arena:
         spec = layout.spec
         count, lanes = len(spec.matrices), spec.lanes
         self.posted = self._array(layout.posted, np.int64)
+        self.posted_tensor = self.tensor(layout.posted, torch.int64)
+        self.announced = self._array(layout.announced, np.int64)
+        self.factors = self.tensor(layout.factors, torch.float32)
         self.done = [self._array(region, np.int64) for region in layout.done]
         self.lane_words = self._array(layout.lane_words, np.int64).reshape(lanes, LANE_WORDS)
         self.commands = self._array(layout.commands, RECORD).reshape(count, QUEUE_DEPTH)
@@ -129,6 +132,11 @@ class Arena:
         (length,) = struct.unpack("<q", self._map[region.offset : region.offset + 8])
         return self._map[region.offset + 8 : region.offset + 8 + length].decode(errors="replace")
 
+    @property
+    def address(self) -> int:
+        """Where the mapping starts in this process, for page-locking."""
+        return int(self.posted_tensor.data_ptr()) - self.layout.posted.offset
+
     def allocated_bytes(self) -> int:
         """Bytes of the region as the kernel has it (``fstat`` size of the descriptor)."""
         return os.fstat(self.fd).st_size
@@ -139,5 +147,14 @@ class Arena:
             return
         self._closer()
         self.fd = -1
-        del self.posted, self.done, self.lane_words, self.commands, self.matrices
+        del (
+            self.posted,
+            self.posted_tensor,
+            self.announced,
+            self.factors,
+            self.done,
+            self.lane_words,
+            self.commands,
+            self.matrices,
+        )
         del self._map

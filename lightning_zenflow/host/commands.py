@@ -4,6 +4,9 @@ Each matrix has a queue of :data:`~lightning_zenflow.host.layout.QUEUE_DEPTH` re
 ``s`` (1-based) lies in record ``(s - 1) % QUEUE_DEPTH``; it counts as posted once the matrix's word in
 ``posted`` is at least ``s``, and as done by a lane once that lane's word is at least ``s``. The lanes
 that own chunks of a matrix do its commands in order, each for its own chunks.
+
+``posted`` is written by the device, behind the copies that the commands need; ``announced`` by the trainer,
+at once. A lane that sees more announced than posted knows that a doorbell is on its way, and watches.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ RECORD = np.dtype(
         ("weight_decay", "<f8"),
         ("decay", "<f8"),
         ("inverse_count", "<f8"),
+        ("factor_slot", "<i8"),
     ]
 )
 assert RECORD.itemsize == COMMAND_BYTES
@@ -49,12 +53,15 @@ class Accumulate:
     """Add the staged gradient to the accumulator; ``first``: overwrite it instead.
 
     Overwriting at the first gradient of a window saves clearing the accumulator after the update.
+    The gradient is multiplied by ``arena.factors[factor_slot]``, which the device fills in before
+    the command is rung; -1 is a factor of 1.
     """
 
     first: bool
+    factor_slot: int = -1
 
     def record(self) -> tuple[float, ...]:
-        return (Kind.ACCUMULATE, self.first, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return (Kind.ACCUMULATE, self.first, 0, 0, 0, *[0.0] * 7, self.factor_slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,7 @@ class Update:
             h.weight_decay,
             self.decay,
             self.inverse_count,
+            -1,
         )
 
     @classmethod

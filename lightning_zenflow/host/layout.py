@@ -18,6 +18,7 @@ import torch
 ALIGN = 64  # one cache line: no two arrays share one
 PAGE = 4096
 QUEUE_DEPTH = 4  # commands a matrix may have posted and not done
+FACTOR_SLOTS = 8  # steps whose clip factors the arena holds
 LANE_WORDS = 8  # int64 statistics of a lane, one cache line
 ERROR_BYTES = 8192  # room for a worker's traceback
 
@@ -160,6 +161,8 @@ class ArenaLayout:
         self.json = self._take(text, 1)
         count, lanes = len(spec.matrices), spec.lanes
         self.posted = self._take(count, 8)
+        self.announced = self._take(count, 8)
+        self.factors = self._take(FACTOR_SLOTS, 4)
         self.done = [self._take(count, 8) for _ in range(lanes)]
         self.lane_words = self._take(lanes * LANE_WORDS, 8)
         self.commands = self._take(count * QUEUE_DEPTH, COMMAND_BYTES)
@@ -214,4 +217,4 @@ class ArenaLayout:
         )
 
 
-COMMAND_BYTES = 96
+COMMAND_BYTES = 104

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +28,6 @@ _DROPPED = (
     "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY",
     "OMP_PROC_BIND", "OMP_PLACES",
 )  # fmt: skip
-
-Ring = Callable[[int, int], None]
 
 
 class WorkerDied(RuntimeError):
@@ -156,34 +153,42 @@ class UpdaterPool:
 
     # -- commands -------------------------------------------------------------------------------
 
-    def post(self, matrix: int, command: Command, ring: Ring) -> int:
-        """Write ``command`` behind the matrix's earlier ones and announce it.
+    def post(self, matrix: int, command: Command) -> int:
+        """Write ``command`` (for the matrix with this index) behind the matrix's earlier ones.
 
-        Args:
-            matrix: index in the spec.
-            command: what to do.
-            ring: called with (matrix, number) once; it must store the number in the matrix's word
-                of ``arena.posted``, ordered after all copies into the arena issued so far.
+        The workers see it once its number stands in ``arena.posted``: the caller has to bring
+        :attr:`numbers` there, behind all copies into the arena that the command needs.
 
         Returns:
             The command's number, for :meth:`is_done` and :meth:`wait`.
+
+        Raises:
+            RuntimeError: the matrix's queue is full: the caller has to wait for older commands.
         """
         self._require_open()
         number = self._posted[matrix] + 1
-        if number > QUEUE_DEPTH:
-            self.wait(matrix, number - QUEUE_DEPTH)
+        if number > QUEUE_DEPTH and not self.is_done(matrix, number - QUEUE_DEPTH):
+            raise RuntimeError(
+                f"matrix {matrix} has {QUEUE_DEPTH} commands that are not done; wait for number "
+                f"{number - QUEUE_DEPTH} before posting another"
+            )
         self.arena.commands[matrix, (number - 1) % QUEUE_DEPTH] = command.record()
         self._posted[matrix] = number
-        ring(matrix, number)
         return number
+
+    @property
+    def numbers(self) -> list[int]:
+        """For each matrix the number of its newest command: what belongs into ``arena.posted``."""
+        return list(self._posted)
 
     def last_posted(self, matrix: int) -> int:
         """Number of the newest command of ``matrix``; 0 before the first."""
         return self._posted[matrix]
 
     def wake(self) -> None:
-        """Make every lane look for posted commands."""
+        """Make every lane look for posted commands, and watch for those that are on their way."""
         self._require_open()
+        self.arena.announced[:] = self._posted
         for fd in self._wake:
             os.eventfd_write(fd, 1)
 

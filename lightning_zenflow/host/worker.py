@@ -27,6 +27,7 @@ from lightning_zenflow.host.layout import QUEUE_DEPTH, Chunk, assign_chunks
 
 EXIT_ERROR = 70  # an exception in a lane; its traceback lies in the arena
 BUSY_NS, READY = 0, 1  # words of a lane's statistics
+DOORBELL_POLL_S = 100e-6
 
 
 class Lane:
@@ -65,9 +66,16 @@ class Lane:
         self.words[READY] = 1
         os.eventfd_write(self.completed, 1)
         while True:
-            os.eventfd_read(self.wake)
-            while self.pass_once():
-                pass
+            if self.pass_once():
+                continue
+            if self.expects_more():
+                time.sleep(DOORBELL_POLL_S)
+            else:
+                os.eventfd_read(self.wake)
+
+    def expects_more(self) -> bool:
+        """Whether a command is announced that is not posted yet: its data is still on the bus."""
+        return bool((self.arena.announced > self.done).any())
 
     def pass_once(self) -> bool:
         """Do what can be done now; False if there was nothing."""
@@ -91,10 +99,12 @@ class Lane:
         if kind is Kind.UPDATE:
             self.open_updates[matrix] = (Update.from_record(record), 0)
             return True
-        command = Accumulate(first=bool(record["first"]))
+        command = Accumulate(bool(record["first"]), int(record["factor_slot"]))
+        slot = command.factor_slot
+        factor = 1.0 if slot < 0 else float(self.arena.factors[slot])
         for chunk in self.owned[matrix]:
             self.pause()
-            self.kernels.accumulate(self.arena.matrices[matrix], chunk, command)
+            self.kernels.accumulate(self.arena.matrices[matrix], chunk, command, factor)
         self.finish(matrix)
         return True
 

@@ -8,15 +8,16 @@ Gradients encode where they come from. The rows of a matrix take turns (row ``i`
 - kind 2: a large random power of two, which alone decides the selection,
 - kind 3: ``j + 1``, so that the mean tells whose gradient it is (and that weights add up to 1).
 
-Spies stand where gradients are consumed: ``Device.adamw_hot``, and the Adam update that the lanes'
+Spies stand where gradients are consumed: the device's ``adamw`` kernel, and the Adam update that the lanes'
 ``ChunkKernels.update`` makes. Both then do the real arithmetic.
 """
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -28,16 +29,19 @@ from torch import Tensor
 
 from lightning_zenflow.arithmetic import AdamHyper, adam_update_
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.device import HotState, TorchDevice
+from lightning_zenflow.device import Columns, Device, HotState
+from lightning_zenflow.device.inline import InlineQueues
+from lightning_zenflow.device.torch_kernels import TorchKernels
 from lightning_zenflow.engine import ZenFlowEngine
 from lightning_zenflow.host import adamw
 from lightning_zenflow.host.adamw import ChunkKernels
 from lightning_zenflow.host.arena import MatrixArrays
 from lightning_zenflow.host.commands import Update
 from lightning_zenflow.host.layout import Chunk
-from tests.support import InlinePool, inline
+from tests.support import InlinePool, backward, inline, next_forward, racing_queues
 
 STEP, REVERSED, SCORE, COLUMN = range(4)
+RACES = int(os.environ.get("ZENFLOW_RACES", "100"))  # in each mode
 MAX_STEPS = 14  # 2 ** 14 times as many gradients is far from the 24 bits of fp32
 
 
@@ -59,19 +63,27 @@ class ColdUse:
     times: Tensor  # [rows]: how often each row was updated
 
 
-class SpyDevice(TorchDevice):
+class SpyDevice(TorchKernels):
     """Records what the hot update consumes."""
 
     def __init__(self) -> None:
         self.uses: list[HotUse] = []
         self.carried = 0  # promoted columns that brought pending gradients
 
-    def adamw_hot(
-        self, param: Tensor, state: HotState, grad: Tensor, hyper: AdamHyper, decay: float | Tensor
+    def adamw(
+        self,
+        param: Tensor,
+        columns: Columns,
+        state: HotState,
+        grad: Tensor,
+        scale: Tensor | None,
+        step: int,
+        hyper: AdamHyper,
+        decay: float | Tensor,
     ) -> None:
-        self.uses.append(HotUse(state, state.columns.clone(), grad.clone()))
+        self.uses.append(HotUse(state, columns.hot.clone(), grad.clone()))
         self.carried += sum(len(decode(mean)) > 1 for mean in grad.T)
-        super().adamw_hot(param, state, grad, hyper, decay)
+        super().adamw(param, columns, state, grad, scale, step, hyper, decay)
 
 
 Consume = Callable[[Chunk, Update, Tensor], None]
@@ -103,6 +115,8 @@ class Run:
     seed: int
     dtype: torch.dtype
     config: dict[str, Any]
+    races: bool = False
+    streams: bool = False
 
 
 @dataclass
@@ -126,9 +140,15 @@ class Watched:
         self.used = [defaultdict(list) for _ in self.params]
         config = ZenFlowConfig(min_offload_numel=0, **self.run.config)
         optimizer = torch.optim.AdamW(self.params, lr=1e-3)
+        queues = racing_queues(self.run.seed) if self.run.races else InlineQueues()
         self.engine = ZenFlowEngine(
-            optimizer, config, device=self.device, make_pool=inline(self.run.seed)
+            optimizer,
+            config,
+            device=Device(queues, self.device, piece_bytes=24, in_flight_bytes=100),
+            make_pool=inline(self.run.seed),
         )
+        if self.run.streams:
+            self.engine.stream_gradients()
         if self.engine.pool is not None:
             largest = max(param.numel() for param in self.params)
             for lane in cast(InlinePool, self.engine.pool).lanes:
@@ -158,8 +178,9 @@ class Watched:
                 if here:
                     grad = encode(step, param.shape[0], param.shape[1], gen)
                     self.grads[number][step] = grad
-                    param.grad = grad.to(param.dtype)
+                    backward(param, grad.to(param.dtype, copy=True))
             self.engine.step()
+            next_forward(self.engine)
             if flush:
                 self.engine.flush()
                 self.check()
@@ -186,6 +207,7 @@ class Watched:
 
     def check(self) -> None:
         """After a flush: each gradient column so far was consumed exactly once, at weight 1/n."""
+        next_forward(self.engine)
         for number, columns, mean in self._take_uses():
             for slot, column in enumerate(columns.tolist()):
                 steps = decode(mean[:, slot])
@@ -270,6 +292,15 @@ def runs(draw: st.DrawFn) -> Run:
 @settings(derandomize=True, deadline=None, max_examples=200)
 def test_every_gradient_column_enters_exactly_one_update(run: Run) -> None:
     watched = Watched(run)
+    with watched.engine:
+        watched.train()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@given(runs())
+@settings(derandomize=True, deadline=None, max_examples=RACES)
+def test_conservation_on_the_racing_device(streams: bool, run: Run) -> None:
+    watched = Watched(replace(run, races=True, streams=streams))
     with watched.engine:
         watched.train()
 

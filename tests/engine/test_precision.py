@@ -76,7 +76,7 @@ def masters(engine: ZenFlowEngine, params: dict[str, Tensor]) -> dict[str, dict[
             assert dense is not None
             found[name] = {"dense": dense.clone()}
             continue
-        engine.settle(matrix)
+        engine.synchronize()
         halves = {"cold": (matrix.columns.cold, matrix.arrays.master)}
         if matrix.hot is not None:
             assert matrix.hot.master is not None

@@ -229,17 +229,17 @@ def test_close_may_be_called_twice(seed: int | None) -> None:
     assert engine.pool is None
 
 
-def test_the_closed_pool_and_matrices_kept_from_before_are_refused_too() -> None:
+def test_the_closed_pool_and_engine_are_refused_too() -> None:
     param = weight()
     engine = make_engine(AdamW([param]), topk_ratio=0.4)
     set_grads([param], 1)
     engine.step()
-    pool, (matrix,) = engine.pool, engine.matrices
+    pool = engine.pool
     assert pool is not None
     engine.close()
     assert pool.closed
     with pytest.raises(RuntimeError, match="closed"):
-        engine.settle(matrix)
+        engine.synchronize()
     with pytest.raises(RuntimeError, match="closed"):
         pool.check()
 

@@ -17,11 +17,11 @@ from lightning_zenflow import _compat
 from lightning_zenflow.arithmetic import AdamHyper, adam_update_, moment_rescale
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.engine.columns import (
-    Columns,
     apply_swap,
     choose_hot,
     count_hot,
     plan_swap,
+    provisional,
 )
 from lightning_zenflow.engine.hyper import read_hyper
 from lightning_zenflow.engine.ledger import CAUSES, StallLedger, StepRecord
@@ -106,7 +106,7 @@ def test_choice_follows_its_definition(scores: list[int], data: st.DataObject) -
 
 
 def test_the_first_columns_are_hot_provisionally() -> None:
-    columns = Columns.provisional(2, 5, CPU)
+    columns = provisional(2, 5, CPU)
     assert (columns.hot.tolist(), columns.cold.tolist()) == ([0, 1], [2, 3, 4])
 
 
@@ -116,7 +116,7 @@ def test_swaps_keep_every_column_once_and_move_only_what_changes(
     cols: int, data: st.DataObject
 ) -> None:
     n_hot = data.draw(st.integers(0, cols))
-    columns = Columns.provisional(n_hot, cols, CPU)
+    columns = provisional(n_hot, cols, CPU)
     for _ in range(4):
         order = data.draw(st.permutations(range(cols)))
         chosen = set(order[:n_hot])
@@ -131,7 +131,12 @@ def test_swaps_keep_every_column_once_and_move_only_what_changes(
         assert [hot[slot] for slot in swap.hot_slots] == swap.demoted.tolist()
         assert [cold[slot] for slot in swap.cold_slots] == swap.promoted.tolist()
 
-        apply_swap(columns, swap)
+        old = columns
+        columns = apply_swap(columns, swap)
+        assert (old.hot.tolist(), old.cold.tolist()) == (hot, cold), "queues may still read it"
+        slots = columns.slots
+        assert torch.equal(slots[columns.cold].long(), torch.arange(cols - n_hot))
+        assert torch.equal(-1 - slots[columns.hot].long(), torch.arange(n_hot))
         assert set(columns.hot.tolist()) == chosen
         assert sorted(columns.hot.tolist() + columns.cold.tolist()) == list(range(cols))
         for slots, before, after in (

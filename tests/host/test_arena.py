@@ -63,7 +63,7 @@ print(json.dumps(report))
 
 def test_another_process_sees_and_changes_the_same_bytes(arena: Arena) -> None:
     staged = torch.arange(28, dtype=torch.bfloat16).view(4, 7)
-    command = (2, 0, 1, 9, 1, 1e-3, 0.9, 0.99, 1e-8, 0.1, 0.5, 0.25)
+    command = (2, 0, 1, 9, 1, 1e-3, 0.9, 0.99, 1e-8, 0.1, 0.5, 0.25, -1)
     arena.matrices[1].staging.copy_(staged)
     arena.posted[1] = 12
     arena.commands[1, 3] = command
@@ -94,7 +94,7 @@ def test_another_process_sees_and_changes_the_same_bytes(arena: Arena) -> None:
 
 def test_arrays_do_not_overlap(arena: Arena) -> None:
     """Each array gets its own number; then each still holds it."""
-    flat = [arena.posted, *arena.done, arena.lane_words]
+    flat = [arena.posted, arena.announced, *arena.done, arena.lane_words]
     tensors = []
     for m in arena.matrices:
         tensors += [m.master, m.exp_avg, m.exp_avg_sq, m.accumulator, m.staging]

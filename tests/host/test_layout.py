@@ -44,8 +44,8 @@ over_specs = settings(derandomize=True, deadline=None, max_examples=150)
 
 def regions(layout: ArenaLayout) -> list[Region]:
     """Every array that the layout places, control area included."""
-    found = [layout.header, layout.json, layout.posted, *layout.done]
-    found += [layout.lane_words, layout.commands, *layout.errors]
+    found = [layout.header, layout.json, layout.posted, layout.announced, layout.factors]
+    found += [*layout.done, layout.lane_words, layout.commands, *layout.errors]
     for at in layout.matrices:
         found += [at.master, at.exp_avg, at.exp_avg_sq, at.accumulator, at.staging]
         found += [at.inverse_count, at.decay] + ([at.outgoing] if at.outgoing else [])

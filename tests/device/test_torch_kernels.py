@@ -1,18 +1,18 @@
-"""Each operation of TorchDevice against a loop over the elements."""
+"""Each of the torch kernels against a loop over the elements."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_zenflow.arithmetic import AdamHyper
-from lightning_zenflow.device import HotState, TorchDevice
+from lightning_zenflow.device import Columns, HotState
+from lightning_zenflow.device.torch_kernels import TorchKernels
 
-DEVICE = TorchDevice()
+KERNELS = TorchKernels()
 DTYPES = (torch.float32, torch.bfloat16)
 # rows, cols, columns: unordered as slots are after a migration, with neighbours and both ends
 SHAPES = {
@@ -40,15 +40,37 @@ def draw(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def index(columns: list[int]) -> Tensor:
-    return torch.tensor(columns, dtype=torch.int64)
+def some(columns: list[int], cols: int) -> tuple[Columns, Columns]:
+    """``columns`` as the hot ones, and as the cold ones; all others are on the other side."""
+    these = torch.tensor(columns, dtype=torch.int64)
+    others = torch.tensor([j for j in range(cols) if j not in columns], dtype=torch.int64)
+    return Columns.of(these, others), Columns.of(others, these)
+
+
+def column_scores(grad: Tensor) -> Tensor:
+    out = torch.full((grad.shape[1],), torch.nan)
+    KERNELS.column_scores(grad, out)
+    return out
+
+
+def split_hot(grad: Tensor, columns: list[int]) -> Tensor:
+    out = torch.full((grad.shape[0], len(columns)), torch.nan)
+    KERNELS.split_hot(grad, some(columns, grad.shape[1])[0], out)
+    return out
+
+
+def split_cold(grad: Tensor, columns: list[int], out: Tensor) -> None:
+    """In two pieces where there is more than one row."""
+    cold, rows = some(columns, grad.shape[1])[1], grad.shape[0]
+    for start, stop in ((0, rows // 2), (rows // 2, rows)):
+        KERNELS.split_cold(grad, cold, start, stop, out[start:stop])
 
 
 @cases
 def test_column_scores(shape: str, dtype: torch.dtype) -> None:
     rows, cols, _ = SHAPES[shape]
     grad = draw(rows, cols, dtype)
-    scores = DEVICE.column_scores(grad)
+    scores = column_scores(grad)
     assert scores.dtype == torch.float32
     assert scores.shape == (cols,)
     for j in range(cols):
@@ -58,15 +80,15 @@ def test_column_scores(shape: str, dtype: torch.dtype) -> None:
 
 def test_column_scores_of_16_bit_gradients_are_summed_in_fp32() -> None:
     # In bf16 the sum would stop growing at 256, and in fp16 the squares would be infinite.
-    assert DEVICE.column_scores(torch.ones(1000, 2, dtype=torch.bfloat16)).tolist() == [1e3, 1e3]
-    assert DEVICE.column_scores(torch.full((2, 1), 1e3, dtype=torch.float16)).tolist() == [2e6]
+    assert column_scores(torch.ones(1000, 2, dtype=torch.bfloat16)).tolist() == [1e3, 1e3]
+    assert column_scores(torch.full((2, 1), 1e3, dtype=torch.float16)).tolist() == [2e6]
 
 
 @cases
 def test_split_hot(shape: str, dtype: torch.dtype) -> None:
     rows, cols, columns = SHAPES[shape]
     grad = draw(rows, cols, dtype)
-    hot = DEVICE.split_hot(grad, index(columns))
+    hot = split_hot(grad, columns)
     assert hot.dtype == torch.float32
     assert hot.shape == (rows, len(columns))
     for i in range(rows):
@@ -78,7 +100,7 @@ def test_split_hot(shape: str, dtype: torch.dtype) -> None:
 def test_split_hot_is_a_copy(dtype: torch.dtype) -> None:
     grad = draw(3, 4, dtype)
     before = grad.clone()
-    DEVICE.split_hot(grad, index([0, 1, 2, 3])).zero_()
+    split_hot(grad, [0, 1, 2, 3]).zero_()
     assert torch.equal(grad, before)
 
 
@@ -88,7 +110,7 @@ def test_split_cold(shape: str, dtype: torch.dtype) -> None:
     grad = draw(rows, cols, dtype)
     staging = torch.full((rows, len(columns)), 7.0, dtype=dtype)
     address = staging.data_ptr()
-    DEVICE.split_cold(grad, index(columns), staging)
+    split_cold(grad, columns, staging)
     assert staging.data_ptr() == address, "the staging lies in the arena and must stay there"
     for i in range(rows):
         for slot, j in enumerate(columns):
@@ -98,13 +120,13 @@ def test_split_cold(shape: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_need_not_be_contiguous(dtype: torch.dtype) -> None:
     grad = draw(5, 3, dtype).t()
-    plain, columns = grad.contiguous(), index([4, 0])
+    plain, columns = grad.contiguous(), [4, 0]
     staging, expected = torch.empty(3, 2, dtype=dtype), torch.empty(3, 2, dtype=dtype)
-    DEVICE.split_cold(grad, columns, staging)
-    DEVICE.split_cold(plain, columns, expected)
+    split_cold(grad, columns, staging)
+    split_cold(plain, columns, expected)
     assert torch.equal(staging, expected)
-    assert torch.equal(DEVICE.split_hot(grad, columns), DEVICE.split_hot(plain, columns))
-    torch.testing.assert_close(DEVICE.column_scores(grad), DEVICE.column_scores(plain))
+    assert torch.equal(split_hot(grad, columns), split_hot(plain, columns))
+    torch.testing.assert_close(column_scores(grad), column_scores(plain))
 
 
 @cases
@@ -115,7 +137,9 @@ def test_merge(shape: str, dtype: torch.dtype) -> None:
     for i in range(rows):
         for slot, j in enumerate(columns):
             expected[i][j] = float(values[i, slot])
-    DEVICE.merge(param, index(columns), values)
+    cold = some(columns, cols)[1]
+    for start, stop in ((0, rows // 2), (rows // 2, rows)):
+        KERNELS.merge(param, cold, start, stop, values[start:stop])
     assert param.tolist() == expected
 
 
@@ -138,23 +162,23 @@ def naive_adam(
     return weight - h.lr * m_hat / (math.sqrt(v_hat) + h.eps), m, v
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("per_column", [False, True])
 @pytest.mark.parametrize("hyper", HYPERS)
 @cases
-def test_adamw_hot(shape: str, dtype: torch.dtype, hyper: str, per_column: bool) -> None:
+def test_adamw(shape: str, dtype: torch.dtype, hyper: str, per_column: bool, scaled: bool) -> None:
     rows, cols, columns = SHAPES[shape]
     h, n_hot = HYPERS[hyper], len(columns)
     param = draw(rows, cols, dtype)
     master = None if dtype == torch.float32 else draw(rows, n_hot, torch.float32, seed=1)
     state = HotState(
-        columns=index(columns),
         master=master,
         exp_avg=draw(rows, n_hot, torch.float32, seed=2),
         exp_avg_sq=draw(rows, n_hot, torch.float32, seed=3).square(),
-        steps=3,
     )
     grad = draw(rows, n_hot, torch.float32, seed=4)
     decay = torch.linspace(0.5, 0.9, n_hot) if per_column else 0.75
+    scale = torch.tensor([0.37]) if scaled else None
 
     expected = param.to(torch.float64).clone()
     moments = torch.zeros(2, rows, n_hot, dtype=torch.float64)
@@ -162,10 +186,10 @@ def test_adamw_hot(shape: str, dtype: torch.dtype, hyper: str, per_column: bool)
         for slot, j in enumerate(columns):
             weight, moments[0, i, slot], moments[1, i, slot] = naive_adam(
                 float(param[i, j] if master is None else master[i, slot]),
-                float(grad[i, slot]),
+                float(grad[i, slot]) * (0.37 if scaled else 1.0),
                 float(state.exp_avg[i, slot]),
                 float(state.exp_avg_sq[i, slot]),
-                state.steps,
+                3,
                 h,
                 float(decay[slot]) if isinstance(decay, Tensor) else decay,
             )
@@ -173,7 +197,7 @@ def test_adamw_hot(shape: str, dtype: torch.dtype, hyper: str, per_column: bool)
 
     untouched = [j for j in range(cols) if j not in columns]
     before, grad_before = param.clone(), grad.clone()
-    DEVICE.adamw_hot(param, state, grad, h, decay)
+    KERNELS.adamw(param, some(columns, cols)[0], state, grad, scale, 3, h, decay)
 
     close = {"rtol": 2e-6, "atol": 2e-6, "check_dtype": False}
     torch.testing.assert_close(state.exp_avg, moments[0], **close)
@@ -182,11 +206,18 @@ def test_adamw_hot(shape: str, dtype: torch.dtype, hyper: str, per_column: bool)
     torch.testing.assert_close(weights, expected[:, columns], **close)
     assert torch.equal(param[:, columns], weights.to(dtype)), "the weight is its master's rounding"
     assert torch.equal(param[:, untouched], before[:, untouched])
-    assert torch.equal(grad, grad_before)
-    assert state.steps == 3, "the engine counts the steps"
+    assert scaled or torch.equal(grad, grad_before)
 
 
-def test_ring_stores_the_number_and_nothing_else() -> None:
-    word = np.zeros(4, dtype=np.int64)
-    DEVICE.ring(word, 2, 41)
-    assert word.tolist() == [0, 0, 41, 0]
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_squared_norm(dtype: torch.dtype) -> None:
+    data = draw(7, 5, dtype)
+    out = torch.empty(1)
+    KERNELS.squared_norm(data, out)
+    assert float(out) == pytest.approx(sum(float(x) ** 2 for x in data.flatten()), rel=1e-6)
+
+
+def test_squared_norm_of_16_bit_data_is_summed_in_fp32() -> None:
+    out = torch.empty(1)
+    KERNELS.squared_norm(torch.full((1000,), 1e3, dtype=torch.float16), out)
+    assert float(out) == pytest.approx(1e9, rel=1e-6)
