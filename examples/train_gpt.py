@@ -49,7 +49,8 @@ class Options:
     update_interval: int
     update_lag: int | None
     warmup_steps: int
-    schedule: Literal["window", "staggered"]
+    schedule: Literal["auto", "window", "staggered"]
+    cold_rule: Literal["replay", "mean"]
     log_dir: Path
 
 
@@ -76,9 +77,12 @@ def parse(argv: Sequence[str] | None) -> Options:
     zenflow = parser.add_argument_group("zenflow only").add_argument
     zenflow("--topk-ratio", type=float, default=0.1, help="share of hot columns")
     zenflow("--update-interval", type=int, default=4, help="steps in a window of the cold columns")
-    zenflow("--update-lag", type=int, default=None, help="steps to the merge; None: a window")
+    zenflow(
+        "--update-lag", type=int, default=None, help="steps to the merge; None: as the rule has it"
+    )
     zenflow("--warmup-steps", type=int, default=0, help="first steps, synchronous as plain AdamW")
-    zenflow("--schedule", choices=("window", "staggered"), default="window")
+    zenflow("--schedule", choices=("auto", "window", "staggered"), default="auto")
+    zenflow("--cold-rule", choices=("replay", "mean"), default="replay", help="mean is the paper's")
     return Options(**vars(parser.parse_args(argv)))
 
 
@@ -93,6 +97,7 @@ def build_trainer(options: Options) -> pl.Trainer:
             update_lag=options.update_lag,
             warmup_steps=options.warmup_steps,
             schedule=options.schedule,
+            cold_rule=options.cold_rule,
         )
         progress = ZenFlowProgressBar()
     return pl.Trainer(

@@ -90,6 +90,55 @@ def adam_updates_(
     )
 
 
+def adam_step_(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    hyper: AdamHyper,
+) -> None:
+    """One step of torch's fused Adam or AdamW, decay included, in place; ``grad`` is not changed.
+
+    What ``replay`` does for each gradient. Beside :func:`adam_update_`, whose decay belongs to several
+    steps, it saves a pass over the master.
+    """
+    fused_adam_(
+        [master],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [torch.full((), float(step), dtype=torch.float32)],
+        lr=hyper.lr,
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        eps=hyper.eps,
+        weight_decay=hyper.weight_decay,
+        decoupled=hyper.decoupled,
+    )
+
+
+def extrapolate(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    hyper: AdamHyper,
+    reach: float,
+    out: Tensor,
+) -> None:
+    """``out = master - reach * mhat / (sqrt(vhat) + eps)`` with the moments after step number ``step``.
+
+    The preview's first half (design: preview): where the weights will be when they are used. ``out`` is
+    fp32, the master's shape, and none of the inputs.
+    """
+    torch.sqrt(exp_avg_sq, out=out)
+    out.mul_((1.0 - hyper.beta2**step) ** -0.5).add_(hyper.eps)
+    torch.addcdiv(master, exp_avg, out, value=-reach / (1.0 - hyper.beta1**step), out=out)
+
+
 def moment_rescale(beta: float, count_from: int, count_to: int) -> float:
     """The factor that keeps a bias-corrected moment unchanged when its update count changes.
 

@@ -83,16 +83,23 @@ class ZenFlowConfig:
 
     Args:
         topk_ratio: share of columns that are hot, updated on the device at every step; 0 to 1.
-        update_interval: S, length of a window in steps; cold gradients are averaged over it.
+        update_interval: S, length of a window in steps.
         update_lag: L, steps between the submission of a host update and its merge; 0 to S.
-            0 waits for the update at the boundary; None is S, one whole window.
+            0 waits for the update at the boundary. None is 1 under "replay" (0 if S = 1), and S, one
+            whole window, under "mean".
+        cold_rule: what becomes of a window's cold gradients. "replay" makes one AdamW step of each, so
+            that the masters are exactly those of AdamW; "mean", the paper's, one of their mean.
+        preview: whether the device's cold weights run ahead of the masters that it has been sent
+            (only under "replay"). It changes no master.
+        preview_gain: how strongly they react to each gradient at once: 1 is AdamW's immediate
+            reaction, 0 none (then they are only extrapolated).
         select_interval: R, least number of steps between two selections of the hot columns;
             a selection happens at the first boundary after them. "auto" is 4 * S.
         warmup_steps: W, first steps in which all columns are updated synchronously.
-        schedule: "window" (all matrices share their boundaries) or "staggered" (each step is
-            the boundary of about 1/S of the elements).
+        schedule: "window" (all matrices share their boundaries), "staggered" (each step is the
+            boundary of about 1/S of the elements), or "auto": staggered under "replay".
         min_offload_numel: matrices with fewer elements stay on the device.
-        cold_lr_scale: factor on the learning rate of the host updates.
+        cold_lr_scale: factor on the learning rate of the host updates (only under "mean").
         num_workers: updater processes per rank; "auto" follows the machine.
         threads_per_worker: threads of each of them; "auto" follows the machine.
         kernels: device kernels, "auto" or "torch". "cupy" is refused in this version.
@@ -111,7 +118,10 @@ class ZenFlowConfig:
     update_lag: int | None = None
     select_interval: int | Literal["auto"] = "auto"
     warmup_steps: int = 0
-    schedule: Literal["window", "staggered"] = "window"
+    schedule: Literal["auto", "window", "staggered"] = "auto"
+    cold_rule: Literal["replay", "mean"] = "replay"
+    preview: bool = True
+    preview_gain: float = 1.0
     min_offload_numel: int = 65536
     cold_lr_scale: float = 1.0
     num_workers: int | Literal["auto"] = "auto"
@@ -129,7 +139,8 @@ class ZenFlowConfig:
         self._check_lag()
         self._check_reals()
         remedy = 'use "staggered" to spread the boundaries over the window, else "window"'
-        _choice("schedule", self.schedule, ("window", "staggered"), remedy)
+        _choice("schedule", self.schedule, ("auto", "window", "staggered"), remedy)
+        self._check_rule()
         remedy = 'the CuPy kernels are not part of this version yet, use "auto" or "torch"'
         _choice("kernels", self.kernels, ("auto", "torch"), remedy)
         if not (isinstance(self.stream_gradients, bool) or _is_auto(self.stream_gradients)):
@@ -170,13 +181,77 @@ class ZenFlowConfig:
             "a finite number above 0",
             "it multiplies the learning rate of the host updates (1.0 leaves it unchanged)",
         )
+        gain = _real(
+            "preview_gain",
+            self.preview_gain,
+            lambda x: 0.0 <= x < math.inf,
+            "a finite number of at least 0",
+            "1.0 is AdamW's immediate reaction to a gradient, 0.0 none",
+        )
         self._store("topk_ratio", ratio)
+        self._store("preview_gain", gain)
         self._store("cold_lr_scale", scale)
+
+    def _check_rule(self) -> None:
+        remedy = '"replay" keeps AdamW\'s masters exactly, "mean" is the paper\'s rule'
+        _choice("cold_rule", self.cold_rule, ("replay", "mean"), remedy)
+        if not isinstance(self.preview, bool):
+            raise TypeError(
+                f"preview must be a bool, got {self.preview!r}; True lets the device's cold weights run "
+                "ahead of the masters it has been sent, False shows them as they were sent"
+            )
+        if self.cold_rule == "replay" and self.cold_lr_scale != 1.0:
+            raise ValueError(
+                f'cold_lr_scale={self.cold_lr_scale!r} has no place under cold_rule="replay", which makes '
+                'exactly AdamW\'s steps; remove it, or use cold_rule="mean"'
+            )
+        if self.preview_gain != 1.0 and not (self.preview and self.cold_rule == "replay"):
+            raise ValueError(
+                f"preview_gain={self.preview_gain!r} without a preview (cold_rule={self.cold_rule!r}, "
+                f'preview={self.preview!r}): remove it, or use cold_rule="replay" with preview=True'
+            )
 
     @property
     def lag(self) -> int:
-        """L in steps, 0 to ``update_interval``; ``update_lag=None`` is one whole window."""
-        return self.update_interval if self.update_lag is None else self.update_lag
+        """L in steps, 0 to ``update_interval``; None is a whole window under "mean", else 1 (0 if S = 1)."""
+        if self.update_lag is not None:
+            return self.update_lag
+        if self.cold_rule == "mean":
+            return self.update_interval
+        return 1 if self.update_interval > 1 else 0
+
+    def describe_rule(self) -> str:
+        """In words: what happens to the cold half's gradients."""
+        s, lag = self.update_interval, self.lag
+        when = f"boundaries {'staggered' if self.staggered else 'together'} every {s} steps"
+        when += f", merged {lag} later" if lag else ", merged at once"
+        if self.cold_rule == "mean":
+            return f'cold_rule="mean", the paper\'s: one update a window with the mean gradient, {when}'
+        preview = f"previewed {self.horizon} steps ahead" if self.previews else "no preview"
+        return f'cold_rule="replay": AdamW\'s step for each gradient, {when}, {preview}'
+
+    @property
+    def staggered(self) -> bool:
+        """Whether each matrix has boundaries of its own."""
+        if self.schedule == "auto":
+            return self.cold_rule == "replay"
+        return self.schedule == "staggered"
+
+    @property
+    def previews(self) -> bool:
+        """Whether the device's cold weights run ahead: not where each update is merged at once."""
+        late = self.update_interval > 1 or self.lag > 0
+        return self.preview and self.cold_rule == "replay" and late
+
+    @property
+    def horizon(self) -> int:
+        """Steps that merged values look ahead: the mean age at which the device uses them."""
+        return self.lag + self.update_interval // 2 if self.previews else 0
+
+    @property
+    def eager_gain(self) -> float:
+        """``preview_gain``, or 0 where nothing is previewed."""
+        return self.preview_gain if self.previews else 0.0
 
     @property
     def select_every(self) -> int:
@@ -340,7 +415,7 @@ def _import_overlap(values: Mapping[str, Any]) -> _Mapped:
     if not isinstance(overlap, bool):
         raise TypeError(f"overlap_step must be a bool, got {overlap!r}; use true or false")
     if overlap:
-        return "update_lag", None, ": a host update overlaps one window and is merged at its end"
+        return "update_lag", None, ": host updates overlap the steps after them"
     return "update_lag", 0, ": a boundary waits for its host update (None would overlap it)"
 
 

@@ -79,12 +79,18 @@ class ZenFlowStrategy(DDPStrategy):
         *args: positional arguments of :class:`~lightning.pytorch.strategies.DDPStrategy`.
         topk_ratio: k, share of each matrix's columns that is hot: updated on the device every step.
         update_interval: S, optimizer steps in a window of the cold columns.
-        update_lag: L, steps from a window's end to its merge, 0 to S; None means S.
+        update_lag: L, steps from a window's end to its merge, 0 to S; None means 1 (0 if S = 1) under
+            "replay" and S under "mean".
         select_interval: R, least number of steps between two choices of hot columns; "auto" is 4 S.
         warmup_steps: W, first steps that update everything synchronously, as plain AdamW.
-        schedule: "window" ends all windows at the same step, "staggered" spreads them.
+        schedule: "window" ends all windows at the same step, "staggered" spreads them; "auto" is
+            staggered under "replay".
+        cold_rule: "replay" makes AdamW's own step of each cold gradient, later; "mean", the paper's,
+            makes one step of a window's mean.
+        preview: under "replay", let the device's cold weights run ahead of what it has been sent.
+        preview_gain: how strongly they react to each gradient at once; 1 is as AdamW, 0 not at all.
         min_offload_numel: smaller parameters stay on the device whole.
-        cold_lr_scale: factor on the learning rate of host updates.
+        cold_lr_scale: factor on the learning rate of host updates (only under "mean").
         num_workers: updater processes of each rank; "auto" is one a physical core, less one.
         threads_per_worker: threads in each; "auto" is 1.
         kernels: device operations: "torch", or "auto" for the best that is available.
@@ -111,7 +117,10 @@ class ZenFlowStrategy(DDPStrategy):
         update_lag: int | None = None,
         select_interval: int | Literal["auto"] = "auto",
         warmup_steps: int = 0,
-        schedule: Literal["window", "staggered"] = "window",
+        schedule: Literal["auto", "window", "staggered"] = "auto",
+        cold_rule: Literal["replay", "mean"] = "replay",
+        preview: bool = True,
+        preview_gain: float = 1.0,
         min_offload_numel: int = 65536,
         cold_lr_scale: float = 1.0,
         num_workers: int | Literal["auto"] = "auto",
@@ -129,6 +138,9 @@ class ZenFlowStrategy(DDPStrategy):
             select_interval=select_interval,
             warmup_steps=warmup_steps,
             schedule=schedule,
+            cold_rule=cold_rule,
+            preview=preview,
+            preview_gain=preview_gain,
             min_offload_numel=min_offload_numel,
             cold_lr_scale=cold_lr_scale,
             num_workers=num_workers,
@@ -170,6 +182,8 @@ class ZenFlowStrategy(DDPStrategy):
         wanted = self.config.stream_gradients
         ddp_arguments = self._ddp_kwargs if self.world_size > 1 else None
         reason = why_retained(trainer, ddp_arguments)
+        if reason is None and self.config.eager_gain > 0.0:
+            reason = "the preview's eager step reads them; preview=False does without"
         if reason is None and ddp_arguments is not None and self._ddp_comm_hook is not None:
             reason = "ddp_comm_hook is the user's own"
         if wanted is True and reason is not None:
@@ -249,7 +263,7 @@ class ZenFlowStrategy(DDPStrategy):
                 f"topk_ratio={self.config.topk_ratio})"
             )
         return (
-            f"ZenFlow: {memory.cold_parameters:,} cold parameters in {memory.total_bytes / 1e6:,.1f} MB of "
+            f"ZenFlow: {self.config.describe_rule()}; {memory.cold_parameters:,} cold parameters in {memory.total_bytes / 1e6:,.1f} MB of "
             f"host memory, {memory.hot_parameters:,} hot on the device, "
             f"updater processes: {len(engine.pool.pids)}; gradients "
             + (

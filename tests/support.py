@@ -66,11 +66,13 @@ def inline(seed: int = 0) -> Callable[[HostSpec], UpdaterPool]:
 def make_engine(optimizer: Optimizer, *, seed: int | None = 0, **settings: Any) -> ZenFlowEngine:
     """An engine that offloads every matrix; ``seed=None`` uses real worker processes.
 
-    ``settings`` are ZenFlowConfig's, with ``min_offload_numel=0`` and ``num_workers=1`` by default;
-    ``delay_us`` and ``names`` go to the engine.
+    ``settings`` are ZenFlowConfig's, with ``min_offload_numel=0``, ``num_workers=1`` and
+    ``cold_rule="mean"`` by default; ``delay_us`` and ``names`` go to the engine.
     """
     extra = {key: settings.pop(key) for key in ("delay_us", "names") if key in settings}
-    config = ZenFlowConfig(**{"min_offload_numel": 0, "num_workers": 1, **settings})
+    config = ZenFlowConfig(
+        **{"min_offload_numel": 0, "num_workers": 1, "cold_rule": "mean", **settings}
+    )
     pool = UpdaterPool if seed is None else inline(seed)
     return ZenFlowEngine(optimizer, config, make_pool=pool, **extra)
 
@@ -102,7 +104,10 @@ def children() -> list[int]:
     """Process ids of this process's children, zombies included."""
     found = []
     for task in Path("/proc/self/task").iterdir():
-        found += [int(pid) for pid in (task / "children").read_text().split()]
+        try:
+            found += [int(pid) for pid in (task / "children").read_text().split()]
+        except FileNotFoundError:
+            continue  # a thread that has ended meanwhile
     return found
 
 

@@ -37,7 +37,10 @@ DEFAULTS = {
     "update_lag": None,
     "select_interval": "auto",
     "warmup_steps": 0,
-    "schedule": "window",
+    "schedule": "auto",
+    "cold_rule": "replay",
+    "preview": True,
+    "preview_gain": 1.0,
     "min_offload_numel": 65536,
     "cold_lr_scale": 1.0,
     "num_workers": "auto",
@@ -51,7 +54,38 @@ DEFAULTS = {
 def test_defaults() -> None:
     config = ZenFlowConfig()
     assert config.to_dict() == DEFAULTS
-    assert (config.lag, config.select_every) == (4, 16)
+    assert (config.lag, config.select_every, config.staggered) == (1, 16, True)
+    assert (config.previews, config.horizon, config.eager_gain) == (True, 3, 1.0)
+
+
+def test_the_papers_rule_has_the_papers_defaults() -> None:
+    config = ZenFlowConfig(cold_rule="mean")
+    assert (config.lag, config.select_every, config.staggered) == (4, 16, False)
+    assert (config.previews, config.horizon, config.eager_gain) == (False, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("interval", "lag", "expected", "horizon"),
+    [(1, None, 0, 0), (1, 1, 1, 1), (2, None, 1, 2), (8, None, 1, 5), (3, 0, 0, 1), (4, 4, 4, 6)],
+)
+def test_lag_and_horizon(interval: int, lag: int | None, expected: int, horizon: int) -> None:
+    config = ZenFlowConfig(update_interval=interval, update_lag=lag)
+    assert (config.lag, config.horizon) == (expected, horizon)
+    plain = ZenFlowConfig(update_interval=interval, update_lag=lag, preview=False)
+    assert (plain.lag, plain.horizon, plain.eager_gain) == (expected, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cold_lr_scale": 2.0}, 'cold_lr_scale=2.0 has no place under cold_rule="replay"'),
+        ({"preview_gain": 1.5, "preview": False}, "preview_gain=1.5 without a preview"),
+        ({"preview_gain": 0.5, "cold_rule": "mean"}, "preview_gain=0.5 without a preview"),
+    ],
+)
+def test_settings_that_contradict_the_rule(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ZenFlowConfig(**fields)
 
 
 def test_only_the_standard_library_is_imported() -> None:
@@ -102,6 +136,11 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("num_workers", 0, ValueError, MACHINE),
     ("num_workers", "2", TypeError, MACHINE),
     ("threads_per_worker", -2, ValueError, MACHINE),
+    ("cold_rule", "paper", ValueError, '"mean" is the paper'),
+    ("preview", 1, TypeError, "False shows them as they were sent"),
+    ("preview_gain", -0.1, ValueError, "1.0 is AdamW's immediate reaction"),
+    ("preview_gain", math.nan, ValueError, "1.0 is AdamW's immediate reaction"),
+    ("preview_gain", "1", TypeError, "1.0 is AdamW's immediate reaction"),
     ("kernels", "cupy", ValueError, "not part of this version yet, " + KERNELS),
     ("kernels", "triton", ValueError, KERNELS),
     ("chunk_elements", 0, ValueError, "(524288 is good)"),
@@ -136,7 +175,7 @@ def test_frozen_and_comparable() -> None:
 
 
 def test_number_like_values_become_plain() -> None:
-    given: dict[str, Any] = {"topk_ratio": Fraction(1, 4), "cold_lr_scale": 2}
+    given: dict[str, Any] = {"topk_ratio": Fraction(1, 4), "cold_lr_scale": 2, "cold_rule": "mean"}
     config = ZenFlowConfig(**given, **dict.fromkeys(["update_interval", "update_lag"], THREE))
     stored = [config.topk_ratio, config.cold_lr_scale, config.update_interval, config.update_lag]
     assert stored == [0.25, 2.0, 3, 3]
@@ -151,7 +190,7 @@ def test_bounds_are_included(ratio: float) -> None:
 
 
 def test_with_update_interval() -> None:
-    config = ZenFlowConfig(topk_ratio=0.3)
+    config = ZenFlowConfig(topk_ratio=0.3, cold_rule="mean")
     copy = config.with_update_interval(6)
     assert (copy.lag, copy.select_every, copy.topk_ratio) == (6, 24, 0.3)
     assert (config.lag, config.select_every) == (4, 16)
@@ -164,21 +203,26 @@ def test_with_update_interval() -> None:
         config.with_update_interval(0)
 
 
+SCALES = st.floats(0, exclude_min=True, allow_infinity=False)
 AUTO_OR_COUNT = st.just("auto") | st.integers(1, 10**6)
 
 
 @st.composite
 def valid_fields(draw: st.DrawFn) -> dict[str, Any]:
-    interval = draw(st.integers(1, 10**4))
+    interval, preview = draw(st.integers(1, 10**4)), draw(st.booleans())
+    rule = draw(st.sampled_from(["replay", "mean"]))
     return {
         "topk_ratio": draw(st.floats(0, 1) | st.integers(0, 1)),
         "update_interval": interval,
         "update_lag": draw(st.none() | st.integers(0, interval)),
         "select_interval": draw(AUTO_OR_COUNT),
         "warmup_steps": draw(st.integers(0, 10**9)),
-        "schedule": draw(st.sampled_from(["window", "staggered"])),
+        "schedule": draw(st.sampled_from(["auto", "window", "staggered"])),
+        "cold_rule": rule,
+        "preview": preview,
+        "preview_gain": draw(st.floats(0, 10)) if preview and rule == "replay" else 1.0,
         "min_offload_numel": draw(st.integers(0, 2**63)),
-        "cold_lr_scale": draw(st.floats(0, exclude_min=True, allow_infinity=False)),
+        "cold_lr_scale": draw(SCALES) if rule == "mean" else 1.0,
         "num_workers": draw(AUTO_OR_COUNT),
         "threads_per_worker": draw(AUTO_OR_COUNT),
         "kernels": draw(st.sampled_from(["auto", "torch"])),
@@ -243,7 +287,7 @@ def test_deepspeed_full_json_in_one_message(caplog: pytest.LogCaptureFixture) ->
     for part in (
         "block imported",
         "mapped: topk_ratio (0.05) -> topk_ratio=0.05",
-        "mapped: overlap_step (True) -> update_lag=None: a host update overlaps one window",
+        "mapped: overlap_step (True) -> update_lag=None: host updates overlap the steps",
         "mapped: select_interval (10) -> select_interval=10: at the first boundary after",
         "multiple of the window or not",
         "no meaning here: offload=False: ",

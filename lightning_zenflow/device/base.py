@@ -58,6 +58,23 @@ class HotState:
     exp_avg_sq: Tensor
 
 
+@dataclass(frozen=True)
+class EagerStep:
+    """The scalars of one eager step (design: preview).
+
+    Attributes:
+        size: ``preview_gain * (1 - beta1) * lr``.
+        correction: ``1 - beta2**c``, the bias correction of the mean squares.
+        eps: the optimizer's.
+        limit: a weight moves by at most ``limit * size``.
+    """
+
+    size: float
+    correction: float
+    eps: float
+    limit: float
+
+
 class Kernels(Protocol):
     """The arithmetic on the device. Every method works at once, or on the current stream.
 
@@ -94,6 +111,20 @@ class Kernels(Protocol):
         ``grad`` is compact fp32 ``[rows, n_hot]`` and may be overwritten; ``scale`` a factor on it,
         one fp32 on the device; ``decay`` one factor, or fp32 ``[n_hot]``.
         """
+
+    def track_squares(self, grad: Tensor, mean_squares: Tensor, beta2: float) -> None:
+        """``q_j = beta2 * q_j + (1 - beta2) * mean_i grad[i, j]**2``, fp32 ``[cols]``, summed in fp32."""
+
+    def preview(
+        self,
+        param: Tensor,
+        columns: Columns,
+        grad: Tensor,
+        mean_squares: Tensor,
+        step: EagerStep,
+    ) -> None:
+        """``p[i, j] -= size * clamp(grad[i, j] / (sqrt(q_j / correction) + eps), -limit, limit)`` for every
+        cold column j, in fp32, rounded to the parameter's dtype."""
 
     def merge(self, param: Tensor, columns: Columns, start: int, stop: int, values: Tensor) -> None:
         """Write ``values`` ``[stop - start, n_cold]`` into the cold columns of these rows."""

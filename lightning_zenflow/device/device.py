@@ -18,7 +18,15 @@ from torch import Tensor
 
 from lightning_zenflow._compat import version
 from lightning_zenflow.arithmetic import AdamHyper
-from lightning_zenflow.device.base import Columns, Event, HotState, Kernels, Queue, Queues
+from lightning_zenflow.device.base import (
+    Columns,
+    EagerStep,
+    Event,
+    HotState,
+    Kernels,
+    Queue,
+    Queues,
+)
 
 WAITS = (
     "gradient ready",  # down reads a gradient after compute has made it
@@ -27,6 +35,7 @@ WAITS = (
     "merged",  # compute uses a parameter after up has written it
     "outgoing free",  # down announces the next host update after up has read the last one's result
     "factor ready",  # down sends the clip factor after compute has made it
+    "preview ready",  # up previews a parameter after compute has made all that it reads
 )
 
 PIECE_BYTES = 16 << 20  # staged on the device at a time, for each direction
@@ -47,6 +56,10 @@ class _Held(NamedTuple):
     tensor: Tensor
     event: Event
     version: int | None  # at hand-over; None where compute itself still writes it
+
+
+Target = tuple[int, int, Tensor]
+"""Rows ``[start, stop)`` of a gradient's cold columns, and where in the arena they go."""
 
 
 class Device:
@@ -122,38 +135,46 @@ class Device:
         self.on_compute(partial(self.kernels.split_hot, grad, columns, out))
         return out
 
-    def send_cold(self, grad: Tensor, columns: Columns, staging: Tensor, ready: Event) -> None:
-        """Send the cold columns' gradient to ``staging``, ``[rows, n_cold]`` in the arena.
+    def send_cold(
+        self, grad: Tensor, columns: Columns, targets: Sequence[Target], ready: Event
+    ) -> None:
+        """Send the cold columns' gradient to ``targets``, which lie in the arena.
 
         ``ready`` is a point of compute after the gradient was made. The gradient is kept alive until
         compute may reuse its memory: see :meth:`bound_gradients` and :meth:`release_gradients`.
         """
         down = self.queues.down
         self._order(down, ready, "gradient ready")
-        self.traffic.down += staging.nbytes
-        if self.queues.direct:
-            down.run(
-                partial(self.kernels.split_cold, grad, columns, 0, grad.shape[0], staging),
-                staging.nbytes,
-            )
-            return
-        for start, stop in self._pieces(staging):
-            down.run(
-                partial(self._send_piece, grad, columns, staging, start, stop),
-                (stop - start) * staging.shape[1] * staging.itemsize,
-            )
-        self._hold(grad, version(grad))
+        for start, stop, target in targets:
+            self.traffic.down += target.nbytes
+            if self.queues.direct:
+                split = partial(self.kernels.split_cold, grad, columns, start, stop, target)
+                down.run(split, target.nbytes)
+                continue
+            for first, last in self._pieces(target):
+                down.run(
+                    partial(self._send_piece, grad, columns, start, target, first, last),
+                    (last - first) * target.shape[1] * target.itemsize,
+                )
+        if not self.queues.direct:
+            self._hold(grad, version(grad), down)
 
     def _send_piece(
-        self, grad: Tensor, columns: Columns, staging: Tensor, start: int, stop: int
+        self,
+        grad: Tensor,
+        columns: Columns,
+        offset: int,
+        target: Tensor,
+        first: int,
+        last: int,
     ) -> None:
-        piece = self._piece("down", staging, stop - start)
-        self.kernels.split_cold(grad, columns, start, stop, piece)
-        staging[start:stop].copy_(piece, non_blocking=True)
+        piece = self._piece("down", target, last - first)
+        self.kernels.split_cold(grad, columns, offset + first, offset + last, piece)
+        target[first:last].copy_(piece, non_blocking=True)
         self.queues.discard(piece)
 
-    def _hold(self, tensor: Tensor, version: int | None) -> None:
-        self._held.append(_Held(tensor, self.queues.down.record(), version))
+    def _hold(self, tensor: Tensor, version: int | None, queue: Queue) -> None:
+        self._held.append(_Held(tensor, queue.record(), version))
         self._held_bytes += tensor.nbytes
 
     def bound_gradients(self, *, discard: bool) -> None:
@@ -191,7 +212,7 @@ class Device:
         self._order(self.queues.down, self.now(), "factor ready")
         self.traffic.down += word.nbytes
         self.queues.down.run(lambda: word.copy_(factor, non_blocking=True), word.nbytes)
-        self._hold(factor, None)
+        self._hold(factor, None, self.queues.down)
 
     def ring(self, posted: Tensor, numbers: Sequence[int]) -> None:
         """``posted[:] = numbers`` in the arena, once all that was sent before has arrived."""
@@ -215,6 +236,36 @@ class Device:
         self.on_compute(
             partial(self.kernels.adamw, param, columns, state, grad, scale, step, hyper, decay)
         )
+
+    def track_squares(self, grad: Tensor, mean_squares: Tensor, beta2: float) -> None:
+        """Update the columns' moving mean squares, fp32 ``[cols]``, see :class:`~.base.Kernels`."""
+        self.on_compute(partial(self.kernels.track_squares, grad, mean_squares, beta2))
+
+    def preview(
+        self,
+        param: Tensor,
+        columns: Columns,
+        grad: Tensor,
+        mean_squares: Tensor,
+        step: EagerStep,
+        merged: Event | None,
+    ) -> Event | None:
+        """The eager step on the cold columns, see :class:`~.base.Kernels`.
+
+        ``merged`` is the event of a merge of this parameter that compute has not waited for: then the
+        step follows it on its queue, so that both overlap the next forward. Returns the event after
+        which the parameter is whole, None if compute does the step itself.
+        """
+        work = partial(self.kernels.preview, param, columns, grad, mean_squares, step)
+        if merged is None:
+            self.on_compute(work)
+            return None
+        up = self.queues.up
+        self._order(up, self.now(), "preview ready")
+        up.run(work)
+        if not self.queues.direct:
+            self._hold(grad, version(grad), up)
+        return up.record()
 
     def merge(self, param: Tensor, columns: Columns, values: Tensor, free: Event) -> Event:
         """Write ``values`` ``[rows, n_cold]`` of the arena into the cold columns of ``param``.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.arithmetic import AdamHyper, adam_update_
-from lightning_zenflow.device.base import Columns, HotState
+from lightning_zenflow.device.base import Columns, EagerStep, HotState
 
 
 class TorchKernels:
@@ -52,6 +52,27 @@ class TorchKernels:
             decay=decay,
         )
         _scatter(param, columns.hot, master.to(param.dtype))
+
+    def track_squares(self, grad: Tensor, mean_squares: Tensor, beta2: float) -> None:
+        sums = grad.to(torch.float32).square().sum(dim=0)
+        mean_squares.mul_(beta2).add_(sums, alpha=(1.0 - beta2) / grad.shape[0])
+
+    def preview(
+        self,
+        param: Tensor,
+        columns: Columns,
+        grad: Tensor,
+        mean_squares: Tensor,
+        step: EagerStep,
+    ) -> None:
+        scale = (mean_squares / step.correction).sqrt_().add_(step.eps)
+        # Over all columns, as that needs no index: a hot one moves by nothing.
+        reaction = torch.div(grad, scale).clamp_(-step.limit, step.limit)
+        reaction[:, columns.hot] = 0.0
+        if param.dtype == torch.float32:
+            param.sub_(reaction, alpha=step.size)
+        else:
+            param.copy_(param.to(torch.float32).sub_(reaction, alpha=step.size))
 
     def merge(self, param: Tensor, columns: Columns, start: int, stop: int, values: Tensor) -> None:
         _scatter(param[start:stop], columns.cold, values)

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
 from lightning_zenflow.arithmetic import AdamHyper
-from lightning_zenflow.device import Columns, Device, Event
+from lightning_zenflow.device import Columns, Device, Event, Target
+from lightning_zenflow.engine.columns import Swap
+from lightning_zenflow.engine.hot import Carried
 from lightning_zenflow.engine.ledger import StallLedger
 from lightning_zenflow.engine.matrix import Matrix, Outstanding
-from lightning_zenflow.host.commands import Accumulate, Update
-from lightning_zenflow.host.layout import FACTOR_SLOTS
+from lightning_zenflow.host.commands import Command
 from lightning_zenflow.host.pool import UpdaterPool
+
+Why: TypeAlias = Literal["boundary", "warm-up", "flush"]
+"""Why a window ends: at its time, at once because of the warm-up, or because all has to be merged."""
 
 WAKE_BYTES = 4 << 20  # gradients sent after which sleeping lanes are woken within a step
 
 
-class ColdHalf:
-    """Moves the cold columns of all matrices between device and host."""
+class ColdHalf(ABC):
+    """Moves the cold columns of all matrices between device and host.
+
+    What happens to a window's gradients is the rule's: :class:`~.mean.MeanHalf`, the paper's, and
+    :class:`~.replay.ReplayHalf`, ours.
+    """
 
     def __init__(self, pool: UpdaterPool, device: Device, ledger: StallLedger) -> None:
         self.pool = pool
@@ -28,7 +37,8 @@ class ColdHalf:
         self._unannounced = 0
         self._rung = pool.numbers
         # For each slot of clip factors the commands that read it: (matrix, number).
-        self._factor_users: list[list[tuple[int, int]]] = [[] for _ in range(FACTOR_SLOTS)]
+        slots = pool.spec.factor_slots
+        self._factor_users: list[list[tuple[int, int]]] = [[] for _ in range(slots)]
 
     def wake(self) -> None:
         """Ring for what has been posted, and make the lanes look for it."""
@@ -46,64 +56,67 @@ class ColdHalf:
     # -- gradients --------------------------------------------------------------------------------
 
     def send(self, matrix: Matrix, columns: Columns, grad: Tensor, ready: Event) -> None:
-        """Put the cold columns of this step's gradient ``[rows, cols]`` into the staging.
+        """Send the cold columns of this step's gradient ``[rows, cols]`` to the arena.
 
-        Waits (cause ``ring``) while the staging still holds the gradient before.
+        Waits (cause ``ring``) while there is no room for it.
         """
-        self.ledger.add("ring", self._wait(matrix.index, matrix.accumulated))
-        staging = matrix.arrays.staging
+        targets = self._targets(matrix)
         with self.ledger.stall("copy"):
-            self._device.send_cold(grad, columns, staging, ready)
-        self._unannounced += staging.nbytes
+            self._device.send_cold(grad, columns, targets, ready)
 
     def send_factor(self, factor: Tensor, step: int) -> int:
-        """Send this step's clip factor; returns the slot for :meth:`accumulate`."""
-        slot = step % FACTOR_SLOTS
-        for matrix, number in self._factor_users[slot]:  # of FACTOR_SLOTS steps ago: long done
+        """Send this step's clip factor; returns the slot for :meth:`accept`."""
+        slot = step % len(self._factor_users)
+        for matrix, number in self._factor_users[slot]:  # of many steps ago: long done
             self.ledger.add("ring", self._wait(matrix, number))
         self._factor_users[slot] = []
         self._device.send_factor(self.pool.arena.factors[slot : slot + 1], factor)
         return slot
 
-    def accumulate(self, matrix: Matrix, step_decay: float, factor_slot: int) -> None:
-        """Add the gradient that was sent to the window."""
-        first = matrix.window.count == 0
-        matrix.accumulated = self.pool.post(matrix.index, Accumulate(first, factor_slot))
-        if factor_slot >= 0:
-            self._factor_users[factor_slot].append((matrix.index, matrix.accumulated))
-        matrix.window.add(step_decay)
-        if self._unannounced >= WAKE_BYTES:
-            self.wake()
+    @abstractmethod
+    def _targets(self, matrix: Matrix) -> Sequence[Target]:
+        """Where the next gradient goes; the same again until it is accepted."""
+
+    @abstractmethod
+    def sent(self, matrix: Matrix) -> Tensor:
+        """What :meth:`send` has put there, ``[rows, n_cold]``; the device must be synchronised."""
+
+    @abstractmethod
+    def accept(self, matrix: Matrix, hyper: AdamHyper, factor_slot: int) -> None:
+        """The gradient that was sent becomes pending: this step uses it."""
+
+    @abstractmethod
+    def miss(self, matrix: Matrix, step: int, now: Event) -> None:
+        """``step`` is a boundary, and the matrix has no gradient."""
 
     # -- updates ----------------------------------------------------------------------------------
 
-    def submit(self, matrix: Matrix, step: int, hyper: AdamHyper, lr_scale: float) -> None:
-        """End the window: one AdamW update of every cold column with the mean of its gradients.
+    @abstractmethod
+    def submit(self, matrix: Matrix, step: int, why: Why) -> None:
+        """Have the workers apply what is pending; the result is outstanding. Does nothing if nothing is."""
 
-        The hyperparameters are captured now. Nothing is submitted for an empty window.
-        """
-        window = matrix.window
-        if window.count == 0:
-            return
+    @abstractmethod
+    def pending(self, matrix: Matrix) -> bool:
+        """Whether a flush has anything to do."""
+
+    def _post(self, matrix: Matrix, command: Command, nbytes: int) -> int:
+        """Post ``command``; lanes are woken within a step once enough work has come together."""
+        number = self.pool.post(matrix.index, command)
+        self._unannounced += nbytes
+        if self._unannounced >= WAKE_BYTES:
+            self.wake()
+        return number
+
+    def _post_update(self, matrix: Matrix, command: Command, step: int, previews: bool) -> int:
+        """Post the command that makes the next result, behind the reading of the last one."""
         if matrix.outstanding is not None:
             raise RuntimeError(f"{matrix.name}: two host updates at once (a bug in the engine)")
-        if window.counts is not None and window.decays is not None:
-            matrix.arrays.inverse_count.copy_(1.0 / window.counts.to(torch.float64))
-            matrix.arrays.decay.copy_(window.decays)
         if matrix.outgoing_read is not None:
             self._device.await_outgoing(matrix.outgoing_read)
             matrix.outgoing_read = None
-        matrix.updates += 1
-        command = Update(
-            hyper=replace(hyper, lr=hyper.lr * lr_scale),
-            step=matrix.updates,
-            decay=window.decay,
-            inverse_count=1.0 / window.count,
-            per_slot=window.counts is not None,
-        )
-        matrix.outstanding = Outstanding(step, self.pool.post(matrix.index, command))
-        window.reset()
-        self.ledger.updates += 1
+        number = self._post(matrix, command, matrix.arrays.master.nbytes)
+        matrix.outstanding = Outstanding(step, number, previews)
+        return number
 
     def merge(self, matrix: Matrix, free: Event, cause: str = "update") -> None:
         """Wait for the outstanding update, if any, and have its result written into the parameter.
@@ -117,6 +130,7 @@ class ColdHalf:
         with self.ledger.stall("copy"):
             merged = self._device.merge(matrix.view, matrix.columns, matrix.arrays.outgoing, free)
         matrix.merged = matrix.outgoing_read = merged
+        matrix.previewed = matrix.outstanding.previews
         matrix.outstanding = None
 
     def await_merge(self, matrix: Matrix) -> None:
@@ -126,6 +140,8 @@ class ColdHalf:
                 self._device.await_merge(matrix.merged)
             matrix.merged = None
 
+    # -- state ------------------------------------------------------------------------------------
+
     def settle(self, matrix: Matrix, cause: str | None = None) -> None:
         """Wait until no command of the matrix is open: its arrays may be changed from here.
 
@@ -134,3 +150,21 @@ class ColdHalf:
         waited = self._wait(matrix.index, self.pool.last_posted(matrix.index))
         if cause is not None:
             self.ledger.add(cause, waited)
+
+    @abstractmethod
+    def exchange(self, matrix: Matrix, swap: Swap, hyper: AdamHyper) -> Carried | None:
+        """Exchange master, moments and what is pending of the pairs in ``swap``.
+
+        Nothing of the matrix is open, on host or device. Returns the pending gradients that promoted
+        columns bring to this step's hot update, None if there are none.
+        """
+
+    @abstractmethod
+    def moments(self, matrix: Matrix, hyper: AdamHyper) -> tuple[Tensor, Tensor]:
+        """The cold columns' moments as AdamW has them after ``matrix.steps`` steps, fp32
+        ``[rows, n_cold]``, with as much as the rule can tell. Nothing of the matrix is open."""
+
+    def forget(self, matrix: Matrix) -> None:
+        """Drop what is pending. Nothing of the matrix is open."""
+        matrix.outstanding = matrix.merged = matrix.outgoing_read = None
+        matrix.previewed = False

@@ -1,4 +1,4 @@
-"""One optimizer step in order: merge, select, hot update, accumulate, submit."""
+"""One optimizer step in order: merge, select, hot update, send, preview, submit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_zenflow.arithmetic import AdamHyper
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.device import Device, Event, make_device
+from lightning_zenflow.device import Device, EagerStep, Event, make_device
 from lightning_zenflow.engine.cold import ColdHalf
 from lightning_zenflow.engine.columns import apply_swap
 from lightning_zenflow.engine.dense import DenseHot
@@ -28,13 +28,18 @@ from lightning_zenflow.engine.hyper import (
 )
 from lightning_zenflow.engine.ledger import StallLedger
 from lightning_zenflow.engine.matrix import Matrix, MatrixShape, build_matrix, matrix_shape
+from lightning_zenflow.engine.mean import MeanHalf
 from lightning_zenflow.engine.migration import migrate, plan
+from lightning_zenflow.engine.replay import ReplayHalf
 from lightning_zenflow.engine.schedule import Schedule, deal_phases
 from lightning_zenflow.engine.state import export_state, import_state
 from lightning_zenflow.engine.stream import Arrival, GradientStream
+from lightning_zenflow.host.blocks import BlockPlan, plan_blocks
 from lightning_zenflow.host.layout import HostMatrix, HostSpec, dtype_name
 from lightning_zenflow.host.pool import UpdaterPool
 from lightning_zenflow.host.topology import place_workers
+
+PREVIEW_LIMIT = 10.0  # an eager step is at most so many times the gradient's usual size
 
 
 @dataclass(frozen=True)
@@ -110,24 +115,19 @@ class ZenFlowEngine:
         self.device = device if device is not None else self._make_device()
         self._stream: GradientStream | None = None
         if shapes:
-            placement = place_workers(
-                config.num_workers,
-                config.threads_per_worker,
-                local_rank=local_rank,
-                local_ranks=local_ranks,
+            phases = deal_phases(
+                [s.rows * s.n_cold for s in shapes], config.update_interval, config.staggered
             )
-            spec = HostSpec(
-                matrices=[HostMatrix(s.rows, s.n_cold, dtype_name(s.param.dtype)) for s in shapes],
-                workers=placement.workers,
-                threads=placement.threads,
-                chunk_elements=config.chunk_elements,
-                affinity=placement.affinity,
-                delay_us=delay_us,
-            )
+            spec = self._host_spec(shapes, phases, local_rank, local_ranks, delay_us)
             self.pool = make_pool(spec)
             self.device.queues.pin(self.pool.arena.address, self.pool.arena.layout.total_bytes)
-            self._cold = ColdHalf(self.pool, self.device, self.ledger)
-            self.matrices = self._build_matrices(shapes, self.pool)
+            self._cold = self._make_cold(self.pool)
+            self.matrices = [
+                build_matrix(shape, index, phases[index], arrays, eager=config.eager_gain > 0.0)
+                for index, (shape, arrays) in enumerate(
+                    zip(shapes, self.pool.arena.matrices, strict=True)
+                )
+            ]
         self._by_param: dict[Tensor, Matrix] = {m.param: m for m in self.matrices}
         self.host_memory = self._measure_memory()
         self._guard = optimizer.register_step_pre_hook(refuse_direct_step)
@@ -158,16 +158,49 @@ class ZenFlowEngine:
                 shapes.append(shape)
         return shapes
 
-    def _build_matrices(self, shapes: Sequence[MatrixShape], pool: UpdaterPool) -> list[Matrix]:
-        phases = deal_phases(
-            [s.rows * s.n_cold for s in shapes],
-            self.config.update_interval,
-            self.config.schedule == "staggered",
+    def _host_spec(
+        self,
+        shapes: Sequence[MatrixShape],
+        phases: Sequence[int],
+        local_rank: int,
+        local_ranks: int,
+        delay_us: int,
+    ) -> HostSpec:
+        config = self.config
+        placement = place_workers(
+            config.num_workers,
+            config.threads_per_worker,
+            local_rank=local_rank,
+            local_ranks=local_ranks,
         )
-        return [
-            build_matrix(shape, index, phase, pool.arena.matrices[index])
-            for index, (shape, phase) in enumerate(zip(shapes, phases, strict=True))
-        ]
+        matrices = [HostMatrix(s.rows, s.n_cold, dtype_name(s.param.dtype)) for s in shapes]
+        blocks = BlockPlan(0, 0)
+        if config.cold_rule == "replay":
+            blocks = plan_blocks(
+                matrices,
+                phases,
+                interval=config.update_interval,
+                lag=config.lag,
+                chunk_elements=config.chunk_elements,
+            )
+        return HostSpec(
+            matrices=matrices,
+            workers=placement.workers,
+            threads=placement.threads,
+            chunk_elements=config.chunk_elements,
+            rule=config.cold_rule,
+            window=config.update_interval,
+            block_bytes=blocks.nbytes,
+            blocks=blocks.count,
+            looks_ahead=config.horizon > 0,
+            affinity=placement.affinity,
+            delay_us=delay_us,
+        )
+
+    def _make_cold(self, pool: UpdaterPool) -> ColdHalf:
+        if self.config.cold_rule == "replay":
+            return ReplayHalf(pool, self.device, self.ledger, self.config.horizon)
+        return MeanHalf(pool, self.device, self.ledger, self.config.cold_lr_scale)
 
     def _measure_memory(self) -> HostMemory:
         if self.pool is None:
@@ -212,6 +245,8 @@ class ZenFlowEngine:
                     arrival = arrivals.get(matrix)
                     if arrival is not None or param.grad is not None:
                         self._step_matrix(matrix, arrival, step, hyper, now, factor, slot)
+                    elif self.schedule.is_boundary(step, matrix.phase):
+                        self.cold.miss(matrix, step, now)
                 elif param.grad is not None:
                     check_gradient(self.name_of(param), param.grad)
                     dense.append((param, param.grad))
@@ -219,7 +254,7 @@ class ZenFlowEngine:
                 self.device.on_compute(partial(self.dense.update, dense, hyper, factor))
         arrivals.clear()
         self.steps = step
-        self._finish_step(step, now)
+        self._finish_step(step)
 
     def _clip_factor(self, arrivals: Mapping[Matrix, Arrival]) -> Tensor | None:
         """The clip factor, if the stream clips: over what was streamed and what was not."""
@@ -242,13 +277,15 @@ class ZenFlowEngine:
         factor: Tensor | None,
         factor_slot: int,
     ) -> None:
-        """The five parts of one step of one matrix (design: one step)."""
-        cold = self._require_cold()
+        """The parts of one step of one matrix (design: one step)."""
+        cold = self.cold
         matrix.check_version()
         if matrix.outstanding and self.schedule.merge_due(step, matrix.outstanding.submitted):
             cold.merge(matrix, now)
+        grad = None
         if arrival is None:
-            arrival = self._arrive(matrix, self._flat_gradient(matrix), now)
+            grad = self._flat_gradient(matrix)
+            arrival = self._arrive(matrix, grad, now)
         carried = None
         if arrival.selected:
             matrix.last_selection = step
@@ -256,12 +293,31 @@ class ZenFlowEngine:
             cold.await_merge(matrix)
             carried = migrate(matrix, arrival.swap, arrival.columns, hyper, self.device, cold)
         update_hot(matrix, arrival.hot_grad, factor, hyper, carried, self.device)
-        cold.accumulate(matrix, hyper.step_decay, factor_slot)
+        cold.accept(matrix, hyper, factor_slot)
+        if matrix.mean_squares is not None and grad is not None:
+            self._preview(matrix, grad, matrix.mean_squares, step, hyper)
         if self.schedule.warming_up(step):
-            cold.submit(matrix, step, hyper, lr_scale=1.0)
+            cold.submit(matrix, step, "warm-up")
         elif self.schedule.is_boundary(step, matrix.phase):
-            cold.submit(matrix, step, hyper, self.config.cold_lr_scale)
+            cold.submit(matrix, step, "boundary")
         matrix.mark_changed()
+
+    def _preview(
+        self, matrix: Matrix, grad: Tensor, mean_squares: Tensor, step: int, hyper: AdamHyper
+    ) -> None:
+        """The device's cold columns react to this step's gradient at once (design: preview)."""
+        self.device.track_squares(grad, mean_squares, hyper.beta2)
+        if self.schedule.warming_up(step):
+            return  # the step's own update is merged before it returns
+        eager = EagerStep(
+            size=self.config.eager_gain * (1.0 - hyper.beta1) * hyper.lr,
+            correction=1.0 - hyper.beta2**matrix.steps,
+            eps=hyper.eps,
+            limit=PREVIEW_LIMIT,
+        )
+        matrix.merged = self.device.preview(
+            matrix.view, matrix.columns, grad, mean_squares, eager, matrix.merged
+        )
 
     def _flat_gradient(self, matrix: Matrix) -> Tensor:
         grad = matrix.param.grad
@@ -282,15 +338,16 @@ class ZenFlowEngine:
             if swap is not None:
                 columns = apply_swap(columns, swap)
         hot_grad = None if matrix.hot is None else self.device.split_hot(grad, columns)
-        self._require_cold().send(matrix, columns, grad, ready)
+        self.cold.send(matrix, columns, grad, ready)
         return Arrival(hot_grad, columns, swap, due)
 
-    def _finish_step(self, step: int, now: Event) -> None:
+    def _finish_step(self, step: int) -> None:
         if self._cold is None or self.pool is None:
             self.ledger.close_step(step, 0.0)
             return
         self._cold.wake()
         if self.schedule.warming_up(step) or self.schedule.lag == 0:
+            now = self.device.now()  # behind the eager steps, which the merge replaces
             for matrix in self.matrices:
                 self._cold.merge(matrix, now)
             self.await_merges()
@@ -330,14 +387,25 @@ class ZenFlowEngine:
                 by hooks on the parameters, and keep their memory.
 
         Raises:
-            ValueError: ``clip_norm`` is not above 0.
+            ValueError: ``clip_norm`` is not above 0, or the preview needs gradients at the step.
         """
         self._require_open()
+        if self.config.eager_gain > 0.0:
+            raise ValueError(
+                "gradients cannot leave during backward in this version while the preview's eager step "
+                f"reads them at the step (preview_gain={self.config.preview_gain!r}); set preview=False, "
+                'or cold_rule="mean", or keep gradients until the step'
+            )
         if clip_norm is not None and not clip_norm > 0.0:
             raise ValueError(f"clip_norm must be above 0, got {clip_norm!r}; None is no clipping")
         self.retain_gradients()
         self._stream = GradientStream(
-            self.matrices, self.device, self._arrive, clip_norm=clip_norm, free=free
+            self.matrices,
+            self.device,
+            self._arrive,
+            self.cold.sent,
+            clip_norm=clip_norm,
+            free=free,
         )
 
     def retain_gradients(self) -> None:
@@ -376,7 +444,13 @@ class ZenFlowEngine:
         if self._closed:
             raise RuntimeError("the engine is closed; build a new ZenFlowEngine to go on training")
 
-    def _require_cold(self) -> ColdHalf:
+    @property
+    def cold(self) -> ColdHalf:
+        """The cold half.
+
+        Raises:
+            RuntimeError: the engine is closed, or no parameter has cold columns.
+        """
         self._require_open()
         if self._cold is None:
             raise RuntimeError("there is no host half: no parameter has cold columns")
@@ -386,29 +460,30 @@ class ZenFlowEngine:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Merge the outstanding updates, submit the partial windows, merge them too.
+        """Merge the outstanding updates, submit what is pending, merge that too.
 
-        Afterwards no gradient is pending anywhere. The window grid does not move.
+        Afterwards no gradient is pending anywhere, and the device holds the masters. The window grid
+        does not move.
         """
         self._require_open()
-        if self._cold is None or self.pool is None or not self._pending():
+        cold, pool = self._cold, self.pool
+        if cold is None or pool is None:
             return
-        self.pool.check()
+        due = [matrix for matrix in self.matrices if cold.pending(matrix)]
+        if not due:
+            return
+        pool.check()
         now = self.device.now()
-        for matrix in self.matrices:
-            self._cold.merge(matrix, now, cause="flush")
-        for matrix in self.matrices:
-            if matrix.hyper is not None:
-                self._cold.submit(matrix, self.steps, matrix.hyper, self.config.cold_lr_scale)
-        self._cold.wake()
-        for matrix in self.matrices:
-            self._cold.merge(matrix, now, cause="flush")
+        for matrix in due:
+            cold.merge(matrix, now, cause="flush")
+        for matrix in due:
+            cold.submit(matrix, self.steps, "flush")
+        cold.wake()
+        for matrix in due:
+            cold.merge(matrix, now, cause="flush")
             matrix.mark_changed()
         self.await_merges()
-        self.ledger.close_flush(self.steps, self.pool.busy_seconds())
-
-    def _pending(self) -> bool:
-        return any(m.outstanding is not None or m.window.count for m in self.matrices)
+        self.ledger.close_flush(self.steps, pool.busy_seconds())
 
     @torch.no_grad()
     def reload_masters(self) -> None:
@@ -417,8 +492,7 @@ class ZenFlowEngine:
         self.discard_gradients()
         self.synchronize()
         for matrix in self.matrices:
-            matrix.outstanding = matrix.merged = matrix.outgoing_read = None
-            matrix.window.reset()
+            self.cold.forget(matrix)
             matrix.load_masters()
         self.dense.load_masters()
 
@@ -435,7 +509,7 @@ class ZenFlowEngine:
         self._require_open()
         self.await_merges()
         for matrix in self.matrices:
-            self._require_cold().settle(matrix)
+            self.cold.settle(matrix)
         self.device.synchronize()
 
     def state_dict(self) -> dict[str, Any]:

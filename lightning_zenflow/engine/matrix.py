@@ -13,16 +13,20 @@ from lightning_zenflow._compat import version
 from lightning_zenflow.arithmetic import AdamHyper
 from lightning_zenflow.device import Columns, Event, HotState
 from lightning_zenflow.engine.columns import count_hot, provisional
-from lightning_zenflow.engine.window import Window
+from lightning_zenflow.engine.window import KeptWindow, Window
 from lightning_zenflow.host.arena import MatrixArrays
 
 
 @dataclass(frozen=True)
 class Outstanding:
-    """A host update that is not merged yet: the step it was submitted at, and its command."""
+    """A host update that is not merged yet: the step it was submitted at, and its command.
+
+    ``previews``: its result is extrapolated, so merging it does not show the masters.
+    """
 
     submitted: int
     command: int
+    previews: bool
 
 
 @dataclass(eq=False)
@@ -34,10 +38,14 @@ class Matrix:
         phase: where its boundaries lie in the window (staggered schedule).
         hot: optimizer state of the hot columns; None if there are none (k = 0).
         arrays: the cold half in the arena.
-        window: what the accumulator holds.
-        updates: host updates submitted so far (the bias correction's count).
-        steps: steps at which the matrix had a gradient (the hot half's count).
-        accumulated: number of the newest accumulate command.
+        window: what the accumulator holds (``mean``).
+        kept: the gradients that wait for their replay (``replay``).
+        updates: host updates submitted so far (under ``mean`` their bias correction's count).
+        steps: steps at which the matrix had a gradient (the count of all other updates).
+        accumulated: number of the newest accumulate command (``mean``).
+        previewed: the last merge showed a preview; the masters are elsewhere.
+        mean_squares: moving mean square of each column's gradient, fp32 ``[cols]`` on the device; None
+            where no eager step needs it.
         last_selection: step at which hot columns were chosen last; None before the first time.
         hyper: hyperparameters of the last step taken, which a flush uses.
         version: the parameter's version after our own last change of it.
@@ -56,6 +64,7 @@ class Matrix:
     hot: HotState | None
     arrays: MatrixArrays
     window: Window = field(default_factory=Window)
+    kept: KeptWindow = field(default_factory=KeptWindow)
     outstanding: Outstanding | None = None
     updates: int = 0
     steps: int = 0
@@ -65,6 +74,8 @@ class Matrix:
     version: int | None = None
     merged: Event | None = None
     outgoing_read: Event | None = None
+    previewed: bool = False
+    mean_squares: Tensor | None = None
 
     def mark_changed(self) -> None:
         """The step changes the parameter: autograd must see it, as after any optimizer's step."""
@@ -138,8 +149,13 @@ def matrix_shape(
     return None if n_hot == cols else MatrixShape(name, param, rows, cols, n_hot)
 
 
-def build_matrix(shape: MatrixShape, index: int, phase: int, arrays: MatrixArrays) -> Matrix:
-    """A fresh matrix: provisional hot columns, masters from the parameter, zero moments."""
+def build_matrix(
+    shape: MatrixShape, index: int, phase: int, arrays: MatrixArrays, *, eager: bool
+) -> Matrix:
+    """A fresh matrix: provisional hot columns, masters from the parameter, zero moments.
+
+    ``eager``: the device makes an eager step, which needs the columns' mean squares.
+    """
     device = shape.param.device
     columns = provisional(shape.n_hot, shape.cols, device)
     hot: HotState | None = None
@@ -160,6 +176,7 @@ def build_matrix(shape: MatrixShape, index: int, phase: int, arrays: MatrixArray
         columns=columns,
         hot=hot,
         arrays=arrays,
+        mean_squares=torch.zeros(shape.cols, device=device) if eager else None,
     )
     matrix.load_masters()
     return matrix

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_zenflow.arithmetic import AdamHyper, moment_rescale
+from lightning_zenflow.arithmetic import AdamHyper
 from lightning_zenflow.device import Columns, Device
 from lightning_zenflow.engine.cold import ColdHalf
 from lightning_zenflow.engine.columns import Swap, choose_hot, plan_swap
@@ -39,64 +39,54 @@ def migrate(
     with cold.ledger.stall("selection"):
         device.synchronize()
     with cold.ledger.stall("copy"):
-        carried = _exchange(matrix, swap, hyper)
+        carried = cold.exchange(matrix, swap, hyper)
     matrix.columns = columns
     return carried
 
 
-def _exchange(matrix: Matrix, swap: Swap, hyper: AdamHyper) -> Carried | None:
-    """Exchange master, moments and pending gradients of the pairs in ``swap``.
+def read_slots(matrix: Matrix, slots: Tensor) -> dict[str, Tensor]:
+    """A copy of the cold ``slots``' state on the host: master and moments, fp32 ``[rows, n]``.
 
-    A demoted column's accumulator starts empty, so that this step's accumulation gives it
-    ``acc = g_t, n = 1``.
+    Before the first step all moments are zero and left out: pages that nothing needs stay untouched.
     """
-    host = matrix.arrays
-    slots = swap.cold_slots.cpu()
-    gpu = matrix.param.device
-    pending = matrix.window.count > 0
-    counts, decays = matrix.window.take(slots, matrix.columns.cold.numel())
-    carried = None
-    if pending:
-        carried = Carried(
-            slots=swap.hot_slots,
-            accumulated=host.accumulator[:, slots].to(gpu),
-            counts=counts.to(gpu),
-            decays=decays.to(gpu),
+    return {n: getattr(matrix.arrays, n).index_select(1, slots) for n in _names(matrix)}
+
+
+def write_slots(matrix: Matrix, slots: Tensor, state: dict[str, Tensor]) -> None:
+    """Put ``state`` into the cold ``slots`` on the host."""
+    for name, values in state.items():
+        getattr(matrix.arrays, name)[:, slots] = values
+
+
+def read_demoted(matrix: Matrix, swap: Swap) -> dict[str, Tensor]:
+    """A copy, on the host, of the state that the columns to be demoted have on the device."""
+    hot = matrix.hot
+    assert hot is not None
+    state = {}
+    for name in _names(matrix):
+        side = getattr(hot, name)
+        # In fp32 the parameter is the hot master.
+        values = (
+            matrix.view.index_select(1, swap.demoted) if side is None else side[:, swap.hot_slots]
         )
-        host.accumulator[:, slots] = 0.0
-
-    host.master[:, slots] = _exchange_masters(matrix, swap, slots)
-    if matrix.steps:  # before the first step all moments are zero: leave their pages untouched
-        _exchange_moments(matrix, swap, slots, hyper)
-    return carried
+        state[name] = values.to("cpu", torch.float32)
+    return state
 
 
-def _exchange_moments(matrix: Matrix, swap: Swap, slots: Tensor, hyper: AdamHyper) -> None:
-    """Swap both moments, rescaled from one side's update count to the other's."""
-    hot, host = matrix.hot, matrix.arrays
-    if hot is None:
-        return
-    gpu = matrix.param.device
-    # Both sides are read before either is written: the pairs use the same slots.
-    for beta, device_side, host_side in (
-        (hyper.beta1, hot.exp_avg, host.exp_avg),
-        (hyper.beta2, hot.exp_avg_sq, host.exp_avg_sq),
-    ):
-        down = device_side[:, swap.hot_slots] * moment_rescale(beta, matrix.steps, matrix.updates)
-        up = host_side[:, slots] * moment_rescale(beta, matrix.updates, matrix.steps)
-        host_side[:, slots] = down.cpu()
-        device_side[:, swap.hot_slots] = up.to(gpu)
+def write_promoted(matrix: Matrix, swap: Swap, state: dict[str, Tensor]) -> None:
+    """Make ``state`` that of the promoted columns on the device.
 
-
-def _exchange_masters(matrix: Matrix, swap: Swap, slots: Tensor) -> Tensor:
-    """Promoted masters onto the device; returns the demoted columns' masters, fp32, on the host.
-
-    In fp32 the parameter is the hot master. It already holds the promoted columns' host masters,
-    bit for bit, because no update is outstanding; in 16 bits it holds their rounding.
+    In fp32 it goes into the parameter, which may have shown a preview.
     """
     hot = matrix.hot
-    if hot is None or hot.master is None:
-        return matrix.view.index_select(1, swap.demoted).to(torch.float32).cpu()
-    demoted = hot.master[:, swap.hot_slots].cpu()
-    hot.master[:, swap.hot_slots] = matrix.arrays.master[:, slots].to(hot.master.device)
-    return demoted
+    assert hot is not None
+    for name, values in state.items():
+        side = getattr(hot, name)
+        if side is None:
+            matrix.view[:, swap.promoted] = values.to(matrix.param.device)
+        else:
+            side[:, swap.hot_slots] = values.to(side.device)
+
+
+def _names(matrix: Matrix) -> tuple[str, ...]:
+    return ("master", "exp_avg", "exp_avg_sq") if matrix.steps else ("master",)

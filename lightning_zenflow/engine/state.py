@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_zenflow.arithmetic import AdamHyper, moment_rescale
+from lightning_zenflow.arithmetic import AdamHyper
+from lightning_zenflow.engine.cold import ColdHalf
 from lightning_zenflow.engine.hyper import read_hyper
 from lightning_zenflow.engine.matrix import Matrix
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 def export_state(engine: ZenFlowEngine) -> dict[str, Any]:
     """What ``optimizer.state_dict()`` would hold had plain AdamW trained the model.
 
-    Moments are fp32. Cold moments are rescaled to the hot half's step count, so that their
-    bias-corrected values are right. Nothing is flushed: gradients of an open window are not in it.
+    Moments are fp32, those of cold columns as :meth:`~.cold.ColdHalf.moments` says. Nothing is flushed:
+    under ``mean`` the gradients of an open window are not in it.
     """
     engine.synchronize()
     exported: dict[str, Any] = engine.optimizer.state_dict()
@@ -41,7 +42,8 @@ def _export_param(
     if matrix is not None:
         if matrix.steps == 0:
             return None
-        steps, moments = matrix.steps, _join_moments(matrix, matrix.hyper or hyper)
+        steps = matrix.steps
+        moments = _join_moments(matrix, engine.cold, matrix.hyper or hyper)
     else:
         dense = engine.dense.states.get(param)
         if dense is None:
@@ -51,16 +53,16 @@ def _export_param(
     return {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
 
 
-def _join_moments(matrix: Matrix, hyper: AdamHyper) -> tuple[Tensor, Tensor]:
-    hot, host = matrix.hot, matrix.arrays
+def _join_moments(matrix: Matrix, cold: ColdHalf, hyper: AdamHyper) -> tuple[Tensor, Tensor]:
+    hot = matrix.hot
     joined = []
-    for beta, hot_side, cold_side in (
-        (hyper.beta1, None if hot is None else hot.exp_avg, host.exp_avg),
-        (hyper.beta2, None if hot is None else hot.exp_avg_sq, host.exp_avg_sq),
+    for hot_side, cold_side in zip(
+        (None, None) if hot is None else (hot.exp_avg, hot.exp_avg_sq),
+        cold.moments(matrix, hyper),
+        strict=True,
     ):
         whole = torch.empty(matrix.rows, matrix.cols, dtype=torch.float32)
-        scale = moment_rescale(beta, matrix.updates, matrix.steps)
-        whole[:, matrix.columns.cold.cpu()] = cold_side * scale
+        whole[:, matrix.columns.cold.cpu()] = cold_side
         if hot_side is not None:
             whole[:, matrix.columns.hot.cpu()] = hot_side.cpu()
         joined.append(whole.view(matrix.param.shape))
@@ -107,6 +109,8 @@ def _forget(engine: ZenFlowEngine) -> None:
             if side is not None:
                 side.exp_avg.zero_()
                 side.exp_avg_sq.zero_()
+        if matrix.mean_squares is not None:
+            matrix.mean_squares.zero_()
 
 
 def _check_shapes(name: str, param: Tensor, state: dict[str, Any]) -> None:
@@ -140,3 +144,6 @@ def _import_param(engine: ZenFlowEngine, param: Tensor, state: dict[str, Any]) -
         getattr(matrix.arrays, key).copy_(whole.index_select(1, matrix.columns.cold.cpu()))
         if matrix.hot is not None:
             getattr(matrix.hot, key).copy_(whole.index_select(1, matrix.columns.hot.cpu()))
+    if matrix.mean_squares is not None:
+        # The second moment is the same moving average, element by element.
+        matrix.mean_squares.copy_(whole.mean(dim=0))

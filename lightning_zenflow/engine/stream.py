@@ -50,6 +50,7 @@ class GradientStream:
         matrices: whose gradients are taken.
         device: the device half.
         arrive: splits a gradient and sends its cold half.
+        sent: gives back what has been sent, ``[rows, n_cold]`` on the host.
         clip_norm: the whole gradient is clipped to this 2-norm (as ``clip_grad_norm_`` does); None
             for no clipping.
         free: set ``.grad`` to None once a gradient is taken, by a hook on each parameter. False if
@@ -61,6 +62,7 @@ class GradientStream:
         matrices: Sequence[Matrix],
         device: Device,
         arrive: Arrive,
+        sent: Callable[[Matrix], Tensor],
         *,
         clip_norm: float | None,
         free: bool,
@@ -70,6 +72,7 @@ class GradientStream:
         self.arrivals: dict[Matrix, Arrival] = {}
         self._device = device
         self._arrive = arrive
+        self._sent = sent
         self._kept: set[Matrix] = set()
         self._norms = device.empty(max(1, len(matrices)))  # squared, one a matrix
         self._handles: list[RemovableHandle] = []
@@ -120,7 +123,7 @@ class GradientStream:
         self._kept.add(matrix)
         self._device.synchronize()
         first = torch.empty(matrix.rows, matrix.cols, dtype=param.dtype, device=param.device)
-        first[:, arrival.columns.cold] = matrix.arrays.staging.to(param.device)
+        first[:, arrival.columns.cold] = self._sent(matrix).to(param.device)
         if arrival.hot_grad is not None:
             first[:, arrival.columns.hot] = arrival.hot_grad.to(param.dtype)
         assert param.grad is not None

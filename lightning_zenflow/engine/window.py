@@ -1,16 +1,19 @@
-"""What the accumulator of a matrix holds: how many gradients, and which decay goes with them."""
+"""What is pending on the host for a matrix, under either rule."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lightning_zenflow.host.blocks import Blocks
+from lightning_zenflow.host.commands import GradientScalars
+
 
 @dataclass
 class Window:
-    """Count and pending decay of the open window.
+    """Under ``mean``: count and pending decay of the accumulator.
 
     Normally the same for every cold slot. A column demoted while gradients are pending starts later
     than its neighbours; then ``counts`` and ``decays`` hold each slot's own values.
@@ -52,3 +55,35 @@ class Window:
     def reset(self) -> None:
         """Nothing is pending any more."""
         self.count, self.decay, self.counts, self.decays = 0, 1.0, None, None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A gradient that waits for its replay: where its scalars and its values lie."""
+
+    slot: int
+    scalars: GradientScalars
+    blocks: Blocks
+
+
+@dataclass
+class KeptWindow:
+    """Under ``replay``: the gradients that are not submitted yet.
+
+    Attributes:
+        gradients: in order.
+        next: number of gradients kept so far; modulo the ring of slots, where the next one goes.
+        arriving: blocks of a gradient that has been sent and not accepted.
+        late: how many columns came in by a migration; their slots lie in the arena.
+        late_from: how many of ``gradients`` are older than that migration.
+    """
+
+    gradients: list[Kept] = field(default_factory=list)
+    next: int = 0
+    arriving: Blocks | None = None
+    late: int = 0
+    late_from: int = 0
+
+    def reset(self) -> None:
+        """Nothing is pending any more; a gradient that is arriving stays."""
+        self.gradients, self.late, self.late_from = [], 0, 0

@@ -11,17 +11,19 @@ import mmap
 import os
 import struct
 import weakref
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_zenflow.host.commands import RECORD
+from lightning_zenflow.host.commands import GRADIENT_RECORD, RECORD
 from lightning_zenflow.host.layout import (
     LANE_WORDS,
     QUEUE_DEPTH,
     ArenaLayout,
+    HostMatrix,
     HostSpec,
     MatrixRegions,
     Region,
@@ -36,23 +38,61 @@ Int64Array = npt.NDArray[np.int64]
 class MatrixArrays:
     """Views of one matrix's arrays: tensors ``[rows, n_cold]`` on the CPU, in the arena.
 
-    Who writes what: ``staging``, ``inverse_count`` and ``decay`` the trainer; ``accumulator``,
-    ``master``, ``exp_avg``, ``exp_avg_sq`` and ``outgoing`` the owning lanes, and the trainer only
-    while no command of the matrix is open (set-up and migration).
+    Who writes what: ``master``, ``exp_avg``, ``exp_avg_sq`` and ``outgoing`` the owning lanes, and the
+    trainer only while no command of the matrix is open (set-up and migration).
     """
 
-    def __init__(self, arena: Arena, rows: int, n_cold: int, dtype: torch.dtype, at: MatrixRegions):
-        def view(region: Region, dtype: torch.dtype) -> Tensor:
-            return arena.tensor(region, dtype).view(rows, n_cold)
+    def __init__(self, arena: Arena, matrix: HostMatrix, at: MatrixRegions):
+        self._arena = weakref.proxy(arena)
+        self._shape = (matrix.rows, matrix.n_cold)
+        wire = matrix.torch_dtype
+        self.master = self._view(at.master, torch.float32)
+        self.exp_avg = self._view(at.exp_avg, torch.float32)
+        self.exp_avg_sq = self._view(at.exp_avg_sq, torch.float32)
+        self.outgoing = self.master if at.outgoing is None else self._view(at.outgoing, wire)
 
-        self.master = view(at.master, torch.float32)
-        self.exp_avg = view(at.exp_avg, torch.float32)
-        self.exp_avg_sq = view(at.exp_avg_sq, torch.float32)
-        self.accumulator = view(at.accumulator, torch.float32)
-        self.staging = view(at.staging, dtype)
-        self.outgoing = self.master if at.outgoing is None else view(at.outgoing, dtype)
-        self.inverse_count = arena.tensor(at.inverse_count, torch.float32)
-        self.decay = arena.tensor(at.decay, torch.float32)
+    def _view(self, region: Region, dtype: torch.dtype) -> Tensor:
+        view: Tensor = self._arena.tensor(region, dtype)
+        return view.view(self._shape)
+
+
+class MeanArrays(MatrixArrays):
+    """Under ``mean``. The trainer writes ``staging``, ``inverse_count`` and ``decay``, lanes ``accumulator``."""
+
+    def __init__(self, arena: Arena, matrix: HostMatrix, at: MatrixRegions):
+        super().__init__(arena, matrix, at)
+        self.accumulator = self._view(at.own["accumulator"], torch.float32)
+        self.staging = self._view(at.own["staging"], matrix.torch_dtype)
+        self.inverse_count = arena.tensor(at.own["inverse_count"], torch.float32)
+        self.decay = arena.tensor(at.own["decay"], torch.float32)
+
+
+class ReplayArrays(MatrixArrays):
+    """Under ``replay``. The trainer writes all that is added here.
+
+    Attributes:
+        chunks: row ranges, in order.
+        records: for each kept slot the scalars, :data:`~.commands.GRADIENT_RECORD`.
+        blocks: int32 ``[kept slots, chunks]``: where the gradient of a chunk lies.
+        late: int64 ``[n_cold]``: slots that came in a migration (a command says how many).
+    """
+
+    def __init__(self, arena: Arena, matrix: HostMatrix, at: MatrixRegions):
+        super().__init__(arena, matrix, at)
+        spec = arena.layout.spec
+        self._dtype = matrix.torch_dtype
+        self._block_bytes = spec.block_bytes
+        self.chunks = spec.chunks(matrix)
+        self.records = arena.array(at.own["records"], GRADIENT_RECORD)
+        blocks = arena.array(at.own["blocks"], np.int32)
+        self.blocks = blocks.reshape(spec.kept_slots, len(self.chunks))
+        self.late = arena.tensor(at.own["late"], torch.int64)
+
+    def block(self, number: int, rows: int) -> Tensor:
+        """Block ``number`` as the gradient ``[rows, n_cold]`` of a chunk."""
+        start, cols = number * self._block_bytes, self._shape[1]
+        data: Tensor = self._arena.blocks[start : start + rows * cols * self._dtype.itemsize]
+        return data.view(self._dtype).view(rows, cols)
 
 
 class Arena:
@@ -69,15 +109,17 @@ class Arena:
         self._closer = weakref.finalize(self, os.close, fd)
         spec = layout.spec
         count, lanes = len(spec.matrices), spec.lanes
-        self.posted = self._array(layout.posted, np.int64)
+        self.posted = self.array(layout.posted, np.int64)
         self.posted_tensor = self.tensor(layout.posted, torch.int64)
-        self.announced = self._array(layout.announced, np.int64)
+        self.announced = self.array(layout.announced, np.int64)
         self.factors = self.tensor(layout.factors, torch.float32)
-        self.done = [self._array(region, np.int64) for region in layout.done]
-        self.lane_words = self._array(layout.lane_words, np.int64).reshape(lanes, LANE_WORDS)
-        self.commands = self._array(layout.commands, RECORD).reshape(count, QUEUE_DEPTH)
-        self.matrices = [
-            MatrixArrays(self, matrix.rows, matrix.n_cold, matrix.torch_dtype, regions)
+        self.blocks = self.tensor(layout.blocks, torch.uint8)
+        self.done = [self.array(region, np.int64) for region in layout.done]
+        self.lane_words = self.array(layout.lane_words, np.int64).reshape(lanes, LANE_WORDS)
+        self.commands = self.array(layout.commands, RECORD).reshape(count, QUEUE_DEPTH)
+        arrays = ReplayArrays if spec.replays else MeanArrays
+        self.matrices: list[MatrixArrays] = [
+            arrays(self, matrix, regions)
             for matrix, regions in zip(spec.matrices, layout.matrices, strict=True)
         ]
 
@@ -112,11 +154,14 @@ class Arena:
         text = os.pread(fd, length, _JSON_OFFSET).decode()
         return cls(ArenaLayout(HostSpec.from_json(text)), fd)
 
-    def _array(self, region: Region, dtype: npt.DTypeLike) -> npt.NDArray[np.int64]:
+    def array(self, region: Region, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """A 1-d array over ``region``."""
         return np.frombuffer(self._map, dtype=dtype, count=region.count, offset=region.offset)
 
     def tensor(self, region: Region, dtype: torch.dtype) -> Tensor:
         """A 1-d tensor over ``region``; it keeps the mapping alive."""
+        if region.count == 0:
+            return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=region.count, offset=region.offset)
 
     def write_error(self, worker: int, text: str) -> None:
@@ -152,6 +197,7 @@ class Arena:
             self.posted_tensor,
             self.announced,
             self.factors,
+            self.blocks,
             self.done,
             self.lane_words,
             self.commands,

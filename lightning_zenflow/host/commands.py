@@ -18,7 +18,7 @@ from enum import IntEnum
 import numpy as np
 
 from lightning_zenflow.arithmetic import AdamHyper
-from lightning_zenflow.host.layout import COMMAND_BYTES
+from lightning_zenflow.host.layout import COMMAND_BYTES, GRADIENT_BYTES
 
 
 class Kind(IntEnum):
@@ -26,6 +26,7 @@ class Kind(IntEnum):
 
     ACCUMULATE = 1  # accumulator += staged gradient, or = if first in its window
     UPDATE = 2  # one AdamW update with the mean of the accumulator
+    REPLAY = 3  # one AdamW update for each of the kept gradients
 
 
 RECORD = np.dtype(
@@ -43,6 +44,10 @@ RECORD = np.dtype(
         ("decay", "<f8"),
         ("inverse_count", "<f8"),
         ("factor_slot", "<i8"),
+        ("count", "<i8"),
+        ("late", "<i8"),
+        ("late_from", "<i8"),
+        ("reach", "<f8"),
     ]
 )
 assert RECORD.itemsize == COMMAND_BYTES
@@ -61,7 +66,7 @@ class Accumulate:
     factor_slot: int = -1
 
     def record(self) -> tuple[float, ...]:
-        return (Kind.ACCUMULATE, self.first, 0, 0, 0, *[0.0] * 7, self.factor_slot)
+        return (Kind.ACCUMULATE, self.first, 0, 0, 0, *[0.0] * 7, self.factor_slot, *[0] * 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +100,13 @@ class Update:
             self.decay,
             self.inverse_count,
             -1,
+            *[0] * 4,
         )
 
     @classmethod
     def from_record(cls, record: np.void) -> Update:
-        hyper = AdamHyper(
-            lr=float(record["lr"]),
-            beta1=float(record["beta1"]),
-            beta2=float(record["beta2"]),
-            eps=float(record["eps"]),
-            weight_decay=float(record["weight_decay"]),
-            decoupled=bool(record["decoupled"]),
-        )
         return cls(
-            hyper=hyper,
+            hyper=_hyper(record),
             step=int(record["step"]),
             decay=float(record["decay"]),
             inverse_count=float(record["inverse_count"]),
@@ -116,7 +114,88 @@ class Update:
         )
 
 
-Command = Accumulate | Update
+GRADIENT_RECORD = np.dtype(
+    [
+        ("step", "<i8"),
+        ("decoupled", "<i8"),
+        ("lr", "<f8"),
+        ("beta1", "<f8"),
+        ("beta2", "<f8"),
+        ("eps", "<f8"),
+        ("weight_decay", "<f8"),
+        ("factor_slot", "<i8"),
+    ]
+)
+assert GRADIENT_RECORD.itemsize == GRADIENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class GradientScalars:
+    """What a kept gradient needs beside its values: the scalars of its own step.
+
+    ``step`` is the number of the AdamW step it makes (bias correction). The gradient is multiplied by
+    ``arena.factors[factor_slot]``; -1 is a factor of 1.
+    """
+
+    hyper: AdamHyper
+    step: int
+    factor_slot: int
+
+    def record(self) -> tuple[float, ...]:
+        h = self.hyper
+        scalars = (h.lr, h.beta1, h.beta2, h.eps, h.weight_decay)
+        return (self.step, h.decoupled, *scalars, self.factor_slot)
+
+    @classmethod
+    def from_record(cls, record: np.void) -> GradientScalars:
+        return cls(_hyper(record), int(record["step"]), int(record["factor_slot"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """One AdamW update for each of ``count`` kept gradients, in order, then the values to send back.
+
+    Attributes:
+        first: slot of the first of them in ``records`` and ``blocks``; the slots form a ring.
+        count: how many; 0 sends the masters back as they are.
+        reach: how far to extrapolate: ``w - reach * mhat / (sqrt(vhat) + eps)`` is sent back.
+        late: leading entries of the array ``late``: slots whose columns came in a migration.
+        late_from: position of the first gradient that applies to them.
+    """
+
+    first: int
+    count: int
+    reach: float = 0.0
+    late: int = 0
+    late_from: int = 0
+
+    def record(self) -> tuple[float, ...]:
+        own = (self.count, self.late, self.late_from, self.reach)
+        return (Kind.REPLAY, self.first, *[0] * 3, *[0.0] * 7, -1, *own)
+
+    @classmethod
+    def from_record(cls, record: np.void) -> Replay:
+        return cls(
+            first=int(record["first"]),
+            count=int(record["count"]),
+            reach=float(record["reach"]),
+            late=int(record["late"]),
+            late_from=int(record["late_from"]),
+        )
+
+
+def _hyper(record: np.void) -> AdamHyper:
+    return AdamHyper(
+        lr=float(record["lr"]),
+        beta1=float(record["beta1"]),
+        beta2=float(record["beta2"]),
+        eps=float(record["eps"]),
+        weight_decay=float(record["weight_decay"]),
+        decoupled=bool(record["decoupled"]),
+    )
+
+
+Command = Accumulate | Update | Replay
 
 
 def fence() -> None:

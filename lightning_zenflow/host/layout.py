@@ -18,7 +18,6 @@ import torch
 ALIGN = 64  # one cache line: no two arrays share one
 PAGE = 4096
 QUEUE_DEPTH = 4  # commands a matrix may have posted and not done
-FACTOR_SLOTS = 8  # steps whose clip factors the arena holds
 LANE_WORDS = 8  # int64 statistics of a lane, one cache line
 ERROR_BYTES = 8192  # room for a worker's traceback
 
@@ -59,6 +58,11 @@ class HostSpec:
         workers: number of worker processes.
         threads: lanes in each worker; a lane is a thread that owns chunks.
         chunk_elements: wanted elements of a chunk, a range of rows that fits the cache.
+        rule: "mean" or "replay", what the workers do with the gradients of a window.
+        window: S, the most gradients that one update replays.
+        block_bytes: size of a gradient block (replay).
+        blocks: number of gradient blocks (replay).
+        looks_ahead: whether the values sent back are extrapolated, so that fp32 needs a copy too (replay).
         affinity: for each worker the CPUs it binds to, or an empty list for no binding.
         delay_us: upper bound of a random sleep before each chunk, for tests of the protocol; 0 off.
     """
@@ -67,12 +71,38 @@ class HostSpec:
     workers: int
     threads: int
     chunk_elements: int
+    rule: str = "mean"
+    window: int = 1
+    block_bytes: int = 0
+    blocks: int = 0
+    looks_ahead: bool = False
     affinity: list[list[int]] = field(default_factory=list)
     delay_us: int = 0
 
     @property
     def lanes(self) -> int:
         return self.workers * self.threads
+
+    @property
+    def replays(self) -> bool:
+        return self.rule == "replay"
+
+    @property
+    def kept_slots(self) -> int:
+        """Kept gradients of a matrix: one window open, one with the workers."""
+        return 2 * self.window
+
+    @property
+    def factor_slots(self) -> int:
+        """Steps whose clip factors the arena holds: a window's, and those of the one before it."""
+        return max(8, 2 * self.window + 2) if self.replays else 8
+
+    def chunks(self, matrix: HostMatrix) -> list[tuple[int, int]]:
+        """The row ranges of a matrix; under replay each fits a gradient block."""
+        limit = self.chunk_elements
+        if self.replays:
+            limit = self.block_bytes // matrix.torch_dtype.itemsize
+        return cut_rows(matrix, limit)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -86,11 +116,12 @@ class HostSpec:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows ``[start, stop)`` of one matrix."""
+    """Rows ``[start, stop)`` of one matrix: its chunk ``number``, in row order."""
 
     matrix: int
     start: int
     stop: int
+    number: int = 0
 
 
 def cut_rows(matrix: HostMatrix, chunk_elements: int) -> list[tuple[int, int]]:
@@ -110,9 +141,9 @@ def assign_chunks(spec: HostSpec) -> list[dict[int, list[Chunk]]]:
     load = [0] * spec.lanes
     owned: list[dict[int, list[Chunk]]] = [{} for _ in range(spec.lanes)]
     for index, matrix in enumerate(spec.matrices):
-        for start, stop in cut_rows(matrix, spec.chunk_elements):
+        for number, (start, stop) in enumerate(spec.chunks(matrix)):
             lane = min(range(spec.lanes), key=load.__getitem__)
-            owned[lane].setdefault(index, []).append(Chunk(index, start, stop))
+            owned[lane].setdefault(index, []).append(Chunk(index, start, stop, number))
             load[lane] += (stop - start) * matrix.n_cold
     return owned
 
@@ -132,25 +163,30 @@ class Region:
 
 @dataclass(frozen=True)
 class MatrixRegions:
-    """The arrays of one matrix. ``outgoing`` is absent for fp32: the master itself goes back."""
+    """The arrays of one matrix. ``outgoing`` is absent where the master itself goes back."""
 
     master: Region
     exp_avg: Region
     exp_avg_sq: Region
-    accumulator: Region
-    staging: Region
     outgoing: Region | None
-    inverse_count: Region  # fp32 a slot, read only if the command says so
-    decay: Region  # fp32 a slot, likewise
+    own: dict[str, Region]  # those of the rule, by name
+
+    def all(self) -> Iterator[Region]:
+        """Every array that grows with the number of elements."""
+        yield from (self.master, self.exp_avg, self.exp_avg_sq)
+        if self.outgoing is not None:
+            yield self.outgoing
+        yield from (self.own[name] for name in ("accumulator", "staging") if name in self.own)
 
 
 class ArenaLayout:
-    """Offsets of the control area and of every matrix's arrays.
+    """Offsets of the control area, of every matrix's arrays, and of the gradient blocks.
 
-    Budget for a cold parameter: master, both moments and the accumulator in fp32 (16 bytes), the
-    staged gradient in the parameter's dtype (one step's worth), and for 16-bit parameters the
-    outgoing copy: 20 bytes in fp32 and in bf16. On top of it 8 bytes for each cold *column*, the
-    padding to cache lines, and the control area.
+    Budget for a cold parameter: master and both moments in fp32 (12 bytes), the outgoing copy in the
+    parameter's dtype, and under ``mean`` the accumulator in fp32 and one staged gradient (20 bytes in
+    fp32 and bf16), under ``replay`` the kept gradients, (S + 1) / 2 of them and a share of one in flight
+    if staggered (at S = 4 19.5 bytes in bf16). On top of it some bytes for each cold *column*, the padding
+    to cache lines, and the control area.
     """
 
     def __init__(self, spec: HostSpec) -> None:
@@ -162,13 +198,14 @@ class ArenaLayout:
         count, lanes = len(spec.matrices), spec.lanes
         self.posted = self._take(count, 8)
         self.announced = self._take(count, 8)
-        self.factors = self._take(FACTOR_SLOTS, 4)
+        self.factors = self._take(spec.factor_slots, 4)
         self.done = [self._take(count, 8) for _ in range(lanes)]
         self.lane_words = self._take(lanes * LANE_WORDS, 8)
         self.commands = self._take(count * QUEUE_DEPTH, COMMAND_BYTES)
         self.errors = [self._take(ERROR_BYTES, 1) for _ in range(spec.workers)]
         self.control_bytes = self._cursor
         self.matrices = [self._place(matrix) for matrix in spec.matrices]
+        self.blocks = self._take(spec.blocks * spec.block_bytes, 1)
         self.total_bytes = -(-max(self._cursor, 1) // PAGE) * PAGE
 
     def _take(self, count: int, itemsize: int) -> Region:
@@ -178,16 +215,24 @@ class ArenaLayout:
 
     def _place(self, matrix: HostMatrix) -> MatrixRegions:
         n, wire = matrix.numel, matrix.torch_dtype.itemsize
-        return MatrixRegions(
-            master=self._take(n, 4),
-            exp_avg=self._take(n, 4),
-            exp_avg_sq=self._take(n, 4),
-            accumulator=self._take(n, 4),
-            staging=self._take(n, wire),
-            outgoing=None if wire == 4 else self._take(n, wire),
-            inverse_count=self._take(matrix.n_cold, 4),
-            decay=self._take(matrix.n_cold, 4),
-        )
+        master, exp_avg, exp_avg_sq = (self._take(n, 4) for _ in range(3))
+        if self.spec.replays:
+            slots = self.spec.kept_slots
+            own = {
+                "records": self._take(slots, GRADIENT_BYTES),
+                "blocks": self._take(slots * len(self.spec.chunks(matrix)), 4),
+                "late": self._take(matrix.n_cold, 8),
+            }
+        else:
+            own = {
+                "accumulator": self._take(n, 4),
+                "staging": self._take(n, wire),
+                "inverse_count": self._take(matrix.n_cold, 4),  # read only if the command says so
+                "decay": self._take(matrix.n_cold, 4),  # likewise
+            }
+        apart = wire != 4 or self.spec.looks_ahead
+        outgoing = self._take(n, wire) if apart else None
+        return MatrixRegions(master, exp_avg, exp_avg_sq, outgoing, own)
 
     @cached_property
     def cold_elements(self) -> int:
@@ -197,24 +242,19 @@ class ArenaLayout:
     def overheads(self) -> Iterator[tuple[str, int]]:
         """Named bytes beyond the per-parameter budget, for the memory report."""
         columns = sum(8 * matrix.n_cold for matrix in self.spec.matrices)
+        payload = sum(region.nbytes for regions in self.matrices for region in regions.all())
+        tables = sum(
+            regions.own[name].nbytes
+            for regions in self.matrices
+            for name in ("records", "blocks")
+            if name in regions.own
+        )
+        named = self.control_bytes + columns + tables + payload + self.blocks.nbytes
         yield "control area", self.control_bytes
         yield "per-column factors", columns
-        yield "padding", self.total_bytes - self.control_bytes - columns - self._payload()
-
-    def _payload(self) -> int:
-        return sum(
-            region.nbytes
-            for regions in self.matrices
-            for region in (
-                regions.master,
-                regions.exp_avg,
-                regions.exp_avg_sq,
-                regions.accumulator,
-                regions.staging,
-                regions.outgoing,
-            )
-            if region is not None
-        )
+        yield "records of kept gradients", tables
+        yield "padding", self.total_bytes - named
 
 
-COMMAND_BYTES = 104
+COMMAND_BYTES = 136
+GRADIENT_BYTES = 64

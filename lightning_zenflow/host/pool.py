@@ -16,7 +16,7 @@ import numpy as np
 from lightning_zenflow.host.arena import Arena
 from lightning_zenflow.host.commands import Command
 from lightning_zenflow.host.layout import QUEUE_DEPTH, HostSpec, assign_chunks
-from lightning_zenflow.host.worker import BUSY_NS, EXIT_ERROR, READY
+from lightning_zenflow.host.worker import BUSY_NS, EXIT_ERROR, MOVED, READY
 
 START_TIMEOUT_S = 120.0  # a cold disk may take long to import torch; a dead worker is seen at once
 STOP_TIMEOUT_S = 2.0
@@ -211,6 +211,11 @@ class UpdaterPool:
         """Seconds that the lanes have worked so far, averaged over lanes."""
         self._require_open()
         return float(self.arena.lane_words[:, BUSY_NS].mean()) * 1e-9
+
+    def moved_bytes(self) -> int:
+        """Bytes of the arena that the lanes have read and written so far."""
+        self._require_open()
+        return int(self.arena.lane_words[:, MOVED].sum())
 
     # -- life and death -------------------------------------------------------------------------
 

@@ -17,17 +17,27 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
-from lightning_zenflow.host.adamw import ChunkKernels
-from lightning_zenflow.host.arena import Arena
-from lightning_zenflow.host.commands import Accumulate, Kind, Update, fence
+from lightning_zenflow.host.adamw import ChunkKernels, KeptGradient, read_kept
+from lightning_zenflow.host.arena import Arena, MeanArrays, ReplayArrays
+from lightning_zenflow.host.commands import Accumulate, Kind, Replay, Update, fence
 from lightning_zenflow.host.layout import QUEUE_DEPTH, Chunk, assign_chunks
 
 EXIT_ERROR = 70  # an exception in a lane; its traceback lies in the arena
-BUSY_NS, READY = 0, 1  # words of a lane's statistics
+BUSY_NS, READY, MOVED = 0, 1, 2  # words of a lane's statistics
 DOORBELL_POLL_S = 100e-6
+
+
+@dataclass
+class OpenUpdate:
+    """An update or replay that a lane is doing chunk by chunk; ``position`` is the next of its chunks."""
+
+    command: Update | Replay
+    kept: list[KeptGradient]
+    position: int = 0
 
 
 class Lane:
@@ -56,7 +66,7 @@ class Lane:
             default=0,
         )
         self.kernels = ChunkKernels(largest)
-        self.open_updates: dict[int, tuple[Update, int]] = {}  # matrix -> command, next chunk
+        self.open_updates: dict[int, OpenUpdate] = {}  # by matrix
         # Only a test sets delay_us; the sleep must differ between lanes and between runs.
         self.jitter = random.Random(lane) if spec.delay_us else None
 
@@ -96,29 +106,43 @@ class Lane:
         fence()  # the word in `posted` has been seen: now its record and its data
         record = self.arena.commands[matrix, int(self.done[matrix]) % QUEUE_DEPTH]
         kind = Kind(int(record["kind"]))  # an unknown one is an error, not an accumulation
+        arrays = self.arena.matrices[matrix]
         if kind is Kind.UPDATE:
-            self.open_updates[matrix] = (Update.from_record(record), 0)
+            self.open_updates[matrix] = OpenUpdate(Update.from_record(record), [])
             return True
+        if kind is Kind.REPLAY:
+            assert isinstance(arrays, ReplayArrays)
+            replay = Replay.from_record(record)
+            kept = read_kept(arrays, replay, self.arena.factors)
+            self.open_updates[matrix] = OpenUpdate(replay, kept)
+            return True
+        assert isinstance(arrays, MeanArrays)
         command = Accumulate(bool(record["first"]), int(record["factor_slot"]))
         slot = command.factor_slot
         factor = 1.0 if slot < 0 else float(self.arena.factors[slot])
         for chunk in self.owned[matrix]:
             self.pause()
-            self.kernels.accumulate(self.arena.matrices[matrix], chunk, command, factor)
+            self.words[MOVED] += self.kernels.accumulate(arrays, chunk, command, factor)
         self.finish(matrix)
         return True
 
     def continue_update(self) -> None:
         """One chunk of the oldest open update."""
-        matrix, (command, position) = next(iter(self.open_updates.items()))
+        matrix, update = next(iter(self.open_updates.items()))
         self.pause()
-        chunks = self.owned[matrix]
-        self.kernels.update(self.arena.matrices[matrix], chunks[position], command)
-        if position + 1 < len(chunks):
-            self.open_updates[matrix] = (command, position + 1)
-            return
-        del self.open_updates[matrix]
-        self.finish(matrix)
+        chunks, arrays = self.owned[matrix], self.arena.matrices[matrix]
+        chunk = chunks[update.position]
+        if isinstance(update.command, Replay):
+            assert isinstance(arrays, ReplayArrays)
+            moved = self.kernels.replay(arrays, chunk, update.command, update.kept)
+        else:
+            assert isinstance(arrays, MeanArrays)
+            moved = self.kernels.update(arrays, chunk, update.command)
+        self.words[MOVED] += moved
+        update.position += 1
+        if update.position == len(chunks):
+            del self.open_updates[matrix]
+            self.finish(matrix)
 
     def finish(self, matrix: int) -> None:
         """Announce the end of this lane's part of a command."""

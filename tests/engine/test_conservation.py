@@ -35,7 +35,7 @@ from lightning_zenflow.device.torch_kernels import TorchKernels
 from lightning_zenflow.engine import ZenFlowEngine
 from lightning_zenflow.host import adamw
 from lightning_zenflow.host.adamw import ChunkKernels
-from lightning_zenflow.host.arena import MatrixArrays
+from lightning_zenflow.host.arena import MeanArrays
 from lightning_zenflow.host.commands import Update
 from lightning_zenflow.host.layout import Chunk
 from tests.support import InlinePool, backward, inline, next_forward, racing_queues
@@ -96,13 +96,13 @@ class SpyKernels(ChunkKernels):
         super().__init__(largest)
         self._consume = consume
 
-    def update(self, arrays: MatrixArrays, chunk: Chunk, command: Update) -> None:
+    def update(self, arrays: MeanArrays, chunk: Chunk, command: Update) -> int:
         def spy(master: Tensor, grad: Tensor, *moments: Tensor, **options: Any) -> None:
             self._consume(chunk, command, grad.clone())
             adam_update_(master, grad, *moments, **options)
 
         with patch.object(adamw, "adam_update_", spy):
-            super().update(arrays, chunk, command)
+            return super().update(arrays, chunk, command)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Watched:
             param.requires_grad_()
         self.grads = [{} for _ in self.params]
         self.used = [defaultdict(list) for _ in self.params]
-        config = ZenFlowConfig(min_offload_numel=0, **self.run.config)
+        config = ZenFlowConfig(cold_rule="mean", min_offload_numel=0, **self.run.config)
         optimizer = torch.optim.AdamW(self.params, lr=1e-3)
         queues = racing_queues(self.run.seed) if self.run.races else InlineQueues()
         self.engine = ZenFlowEngine(

@@ -57,45 +57,68 @@ def assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=0.0, atol=TOLERANCE)
 
 
+@pytest.fixture(scope="module", params=["replay", "mean"])
+def rule(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def baseline() -> list[Tensor]:
+def baseline(rule: str) -> list[Tensor]:
     """One lane, one chunk for each matrix."""
-    return train()
+    return train(cold_rule=rule)
 
 
 @pytest.fixture(scope="module")
-def two_real_workers() -> list[Tensor]:
-    return train(None, num_workers=2, chunk_elements=20)
+def two_real_workers(rule: str) -> list[Tensor]:
+    return train(None, cold_rule=rule, num_workers=2, chunk_elements=20)
 
 
 @pytest.mark.parametrize("schedule", ["window", "staggered"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lag", [0, 1, 3])
-def test_twice_the_same_bits(schedule: str, dtype: torch.dtype, lag: int) -> None:
-    options = {"schedule": schedule, "update_lag": lag, "num_workers": 2, "chunk_elements": 20}
+def test_twice_the_same_bits(rule: str, schedule: str, dtype: torch.dtype, lag: int) -> None:
+    options = {
+        "cold_rule": rule,
+        "schedule": schedule,
+        "update_lag": lag,
+        "num_workers": 2,
+        "chunk_elements": 20,
+    }
     assert_same_bits(train(1, dtype, **options), train(1, dtype, **options))
 
 
-def test_twice_the_same_bits_with_real_workers(two_real_workers: list[Tensor]) -> None:
-    assert_same_bits(train(None, num_workers=2, chunk_elements=20), two_real_workers)
+def test_twice_the_same_bits_with_real_workers(rule: str, two_real_workers: list[Tensor]) -> None:
+    assert_same_bits(
+        train(None, cold_rule=rule, num_workers=2, chunk_elements=20), two_real_workers
+    )
 
 
 @pytest.mark.parametrize("schedule", ["window", "staggered"])
 @pytest.mark.parametrize("lag", [0, 1, 3])
-def test_interleaving_of_lanes_and_trainer_changes_no_bit(schedule: str, lag: int) -> None:
-    options = {"schedule": schedule, "update_lag": lag, "num_workers": 3, "chunk_elements": 30}
+def test_interleaving_of_lanes_and_trainer_changes_no_bit(
+    rule: str, schedule: str, lag: int
+) -> None:
+    options = {
+        "cold_rule": rule,
+        "schedule": schedule,
+        "update_lag": lag,
+        "num_workers": 3,
+        "chunk_elements": 30,
+    }
     first = train(0, **options)
     for pool_seed in range(1, 5):
         assert_same_bits(train(pool_seed, **options), first)
 
 
-def test_inline_lanes_and_real_workers_give_the_same_bits(two_real_workers: list[Tensor]) -> None:
+def test_inline_lanes_and_real_workers_give_the_same_bits(
+    rule: str, two_real_workers: list[Tensor]
+) -> None:
     """What the other tests show with inline lanes holds for processes too."""
-    assert_same_bits(train(7, num_workers=2, chunk_elements=20), two_real_workers)
+    assert_same_bits(train(7, cold_rule=rule, num_workers=2, chunk_elements=20), two_real_workers)
 
 
-def test_random_sleeps_in_workers_change_no_bit(two_real_workers: list[Tensor]) -> None:
-    delayed = train(None, num_workers=2, chunk_elements=20, delay_us=2000)
+def test_random_sleeps_in_workers_change_no_bit(rule: str, two_real_workers: list[Tensor]) -> None:
+    delayed = train(None, cold_rule=rule, num_workers=2, chunk_elements=20, delay_us=2000)
     assert_same_bits(delayed, two_real_workers)
 
 
@@ -103,16 +126,16 @@ def test_random_sleeps_in_workers_change_no_bit(two_real_workers: list[Tensor]) 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("chunk_elements", [1, 12, 37, 10**6])
 def test_workers_threads_and_chunks_change_rounding_only(
-    baseline: list[Tensor], workers: int, threads: int, chunk_elements: int
+    rule: str, baseline: list[Tensor], workers: int, threads: int, chunk_elements: int
 ) -> None:
     """From one row a chunk (1 element asked for) to whole matrices."""
-    options = {"num_workers": workers, "threads_per_worker": threads}
+    options = {"cold_rule": rule, "num_workers": workers, "threads_per_worker": threads}
     assert_close(train(0, chunk_elements=chunk_elements, **options), baseline)
 
 
 @pytest.mark.parametrize(("workers", "threads"), [(1, 2), (3, 1)])
 def test_real_workers_and_threads_change_rounding_only(
-    baseline: list[Tensor], workers: int, threads: int
+    rule: str, baseline: list[Tensor], workers: int, threads: int
 ) -> None:
-    options = {"num_workers": workers, "threads_per_worker": threads}
+    options = {"cold_rule": rule, "num_workers": workers, "threads_per_worker": threads}
     assert_close(train(None, chunk_elements=12, **options), baseline)

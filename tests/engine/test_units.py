@@ -158,7 +158,9 @@ def schedule(**options: Any) -> Schedule:
 
 
 def test_schedule_resolves_the_defaults() -> None:
-    assert schedule(update_interval=3) == Schedule(interval=3, lag=3, select_every=12, warmup=0)
+    assert schedule(update_interval=3) == Schedule(interval=3, lag=1, select_every=12, warmup=0)
+    paper = schedule(update_interval=3, cold_rule="mean")
+    assert paper == Schedule(interval=3, lag=3, select_every=12, warmup=0)
     given_ = {"update_interval": 5, "update_lag": 2, "select_interval": 7, "warmup_steps": 9}
     assert schedule(**given_) == Schedule(interval=5, lag=2, select_every=7, warmup=9)
 

@@ -63,7 +63,7 @@ print(json.dumps(report))
 
 def test_another_process_sees_and_changes_the_same_bytes(arena: Arena) -> None:
     staged = torch.arange(28, dtype=torch.bfloat16).view(4, 7)
-    command = (2, 0, 1, 9, 1, 1e-3, 0.9, 0.99, 1e-8, 0.1, 0.5, 0.25, -1)
+    command = (2, 0, 1, 9, 1, 1e-3, 0.9, 0.99, 1e-8, 0.1, 0.5, 0.25, -1, 3, 2, 1, 0.125)
     arena.matrices[1].staging.copy_(staged)
     arena.posted[1] = 12
     arena.commands[1, 3] = command

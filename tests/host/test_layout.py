@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_zenflow.host.blocks import BlockPlan, plan_blocks
 from lightning_zenflow.host.layout import (
     ALIGN,
     COMMAND_BYTES,
     ERROR_BYTES,
+    GRADIENT_BYTES,
     LANE_WORDS,
     PAGE,
     QUEUE_DEPTH,
@@ -30,15 +32,33 @@ DTYPES = ("float32", "bfloat16", "float16")
 matrices = st.builds(
     HostMatrix, rows=st.integers(1, 70), n_cold=st.integers(1, 40), dtype=st.sampled_from(DTYPES)
 )
-specs = st.builds(
-    HostSpec,
-    matrices=st.lists(matrices, min_size=1, max_size=6),
-    workers=st.integers(1, 4),
-    threads=st.integers(1, 3),
-    chunk_elements=st.integers(1, 500),
-    affinity=st.lists(st.lists(st.integers(0, 300), max_size=3), max_size=4),
-    delay_us=st.integers(0, 1000),
-)
+
+
+@st.composite
+def draw_spec(draw: st.DrawFn) -> HostSpec:
+    found = draw(st.lists(matrices, min_size=1, max_size=6))
+    chunk_elements, rule = draw(st.integers(1, 500)), draw(st.sampled_from(["mean", "replay"]))
+    interval = draw(st.integers(1, 5))
+    plan = BlockPlan(0, 0)
+    if rule == "replay":
+        phases = [draw(st.integers(0, interval - 1)) for _ in found]
+        plan = plan_blocks(found, phases, interval=interval, lag=1, chunk_elements=chunk_elements)
+    return HostSpec(
+        matrices=found,
+        workers=draw(st.integers(1, 4)),
+        threads=draw(st.integers(1, 3)),
+        chunk_elements=chunk_elements,
+        rule=rule,
+        window=interval,
+        block_bytes=plan.nbytes,
+        blocks=plan.count,
+        looks_ahead=rule == "replay" and draw(st.booleans()),
+        affinity=draw(st.lists(st.lists(st.integers(0, 300), max_size=3), max_size=4)),
+        delay_us=draw(st.integers(0, 1000)),
+    )
+
+
+specs = draw_spec()
 over_specs = settings(derandomize=True, deadline=None, max_examples=150)
 
 
@@ -47,9 +67,9 @@ def regions(layout: ArenaLayout) -> list[Region]:
     found = [layout.header, layout.json, layout.posted, layout.announced, layout.factors]
     found += [*layout.done, layout.lane_words, layout.commands, *layout.errors]
     for at in layout.matrices:
-        found += [at.master, at.exp_avg, at.exp_avg_sq, at.accumulator, at.staging]
-        found += [at.inverse_count, at.decay] + ([at.outgoing] if at.outgoing else [])
-    return found
+        found += [at.master, at.exp_avg, at.exp_avg_sq, *at.own.values()]
+        found += [at.outgoing] if at.outgoing else []
+    return [*found, layout.blocks] if layout.blocks.count else found
 
 
 @over_specs
@@ -96,28 +116,57 @@ def test_arrays_have_their_shapes(spec: HostSpec) -> None:
     assert [region.nbytes for region in layout.errors] == [ERROR_BYTES] * spec.workers
     for matrix, at in zip(spec.matrices, layout.matrices, strict=True):
         n, wire = matrix.rows * matrix.n_cold, 4 if matrix.dtype == "float32" else 2
-        for region in (at.master, at.exp_avg, at.exp_avg_sq, at.accumulator):
+        for region in (at.master, at.exp_avg, at.exp_avg_sq):
             assert (region.count, region.itemsize) == (n, 4)
-        assert (at.staging.count, at.staging.itemsize) == (n, wire)
-        assert (at.outgoing is None) == (wire == 4)
+        assert (at.outgoing is None) == (wire == 4 and not spec.looks_ahead)
         if at.outgoing is not None:
             assert (at.outgoing.count, at.outgoing.itemsize) == (n, wire)
-        for region in (at.inverse_count, at.decay):
-            assert (region.count, region.itemsize) == (matrix.n_cold, 4)
+        shapes = {name: (at.own[name].count, at.own[name].itemsize) for name in at.own}
+        if spec.rule == "mean":
+            assert shapes == {
+                "accumulator": (n, 4),
+                "staging": (n, wire),
+                "inverse_count": (matrix.n_cold, 4),
+                "decay": (matrix.n_cold, 4),
+            }
+        else:
+            slots = 2 * spec.window
+            assert shapes == {
+                "records": (slots, GRADIENT_BYTES),
+                "blocks": (slots * len(spec.chunks(matrix)), 4),
+                "late": (matrix.n_cold, 8),
+            }
+    assert layout.blocks.nbytes == spec.blocks * spec.block_bytes
 
 
 @over_specs
 @given(specs)
-def test_twenty_bytes_a_cold_parameter_and_the_named_overheads_are_all(spec: HostSpec) -> None:
+def test_every_chunk_fits_a_block(spec: HostSpec) -> None:
+    for matrix in spec.matrices:
+        for start, stop in spec.chunks(matrix):
+            nbytes = (stop - start) * matrix.n_cold * matrix.torch_dtype.itemsize
+            assert spec.rule == "mean" or nbytes <= spec.block_bytes
+
+
+@over_specs
+@given(specs)
+def test_the_arrays_and_the_named_overheads_are_all(spec: HostSpec) -> None:
     layout = ArenaLayout(spec)
     elements = sum(matrix.rows * matrix.n_cold for matrix in spec.matrices)
     overheads = dict(layout.overheads())
     assert layout.cold_elements == elements
-    assert sum(overheads.values()) + 20 * elements == layout.total_bytes
+    payload = 0
+    for matrix in spec.matrices:
+        wire = 4 if matrix.dtype == "float32" else 2
+        gradients = wire + 4 if spec.rule == "mean" else 0
+        outgoing = wire if wire == 2 or spec.looks_ahead else 0
+        payload += matrix.rows * matrix.n_cold * (12 + gradients + outgoing)
+    payload += spec.blocks * spec.block_bytes
+    assert sum(overheads.values()) + payload == layout.total_bytes
     assert min(overheads.values()) >= 0
     assert overheads["per-column factors"] == 8 * sum(matrix.n_cold for matrix in spec.matrices)
     # docs/arena.md: at most one line of padding between arrays, and the end of the last page.
-    assert overheads["padding"] < ALIGN * 8 * len(spec.matrices) + PAGE
+    assert overheads["padding"] < ALIGN * 9 * len(spec.matrices) + PAGE
 
 
 @over_specs
@@ -125,8 +174,8 @@ def test_twenty_bytes_a_cold_parameter_and_the_named_overheads_are_all(spec: Hos
 def test_the_control_area_is_as_small_as_documented(spec: HostSpec) -> None:
     layout = ArenaLayout(spec)
     count, lanes = len(spec.matrices), spec.lanes
-    documented = 400 * count + 8 * count * lanes + 8192 * spec.workers
-    text, lines = len(spec.to_json().encode()), 5 + 2 * lanes + spec.workers
+    documented = 600 * count + 8 * count * lanes + 4 * spec.factor_slots + 8192 * spec.workers
+    text, lines = len(spec.to_json().encode()), 6 + 2 * lanes + spec.workers
     assert layout.control_bytes <= documented + text + ALIGN * lines
 
 

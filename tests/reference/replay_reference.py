@@ -35,6 +35,7 @@ class ReplayMatrix:
     selections: int = 0
     last_selection: int | None = None
     submitted: int | None = None
+    hyper: GroupHyper | None = None  # of the last gradient
     outgoing: Tensor | None = None  # [rows, cols], what the outstanding submission will merge
 
 
@@ -106,7 +107,9 @@ class ReplayReference:
                 self._step(name, state, grad.detach().reshape(state.master.shape), boundary)
             elif boundary and state.kept and not state.dense:
                 self._merge(state)
-                self._submit(name, state)
+                self._submit(state)
+                if self.config.update_lag == 0:
+                    self._merge(state)
 
     def _step(self, name: str, state: ReplayMatrix, grad: Tensor, boundary: bool) -> None:
         if state.submitted is not None and self.t >= state.submitted + self.config.update_lag:
@@ -130,7 +133,7 @@ class ReplayReference:
             eager = self.gain * (1.0 - hyper.beta1) * hyper.lr * reaction
             _show(state, state.device.to(grad.dtype) - eager, ~state.hot)
         if boundary:
-            self._submit(name, state)
+            self._submit(state)
             if self.config.update_lag == 0:
                 self._merge(state)
 
@@ -151,6 +154,7 @@ class ReplayReference:
 
     def _adam(self, state: ReplayMatrix, grad: Tensor, h: GroupHyper) -> None:
         state.steps += 1
+        state.hyper = h
         if h.decoupled:
             state.master = state.master * (1.0 - h.lr * h.weight_decay)
         else:
@@ -159,9 +163,10 @@ class ReplayReference:
         state.v = h.beta2 * state.v + (1.0 - h.beta2) * grad * grad
         state.master = state.master - h.lr * _direction(state, h)
 
-    def _submit(self, name: str, state: ReplayMatrix) -> None:
+    def _submit(self, state: ReplayMatrix) -> None:
         assert state.submitted is None, "two updates of one matrix outstanding"
-        h = self._hyper[name]
+        h = state.hyper
+        assert h is not None
         reach = sum(h.beta1**i for i in range(1, self.ahead + 1))
         state.outgoing = state.master - h.lr * reach * _direction(state, h)
         state.submitted, state.kept = self.t, 0

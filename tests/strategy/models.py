@@ -179,7 +179,7 @@ def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 def pending(engine: ZenFlowEngine | None) -> bool:
     """Whether any gradient has not reached its weight yet."""
     assert engine is not None
-    return any(m.outstanding is not None or m.window.count > 0 for m in engine.matrices)
+    return any(engine.cold.pending(matrix) for matrix in engine.matrices)
 
 
 def running(trainer: pl.Trainer) -> ZenFlowEngine:

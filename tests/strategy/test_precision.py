@@ -12,6 +12,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from lightning_zenflow.host.arena import MeanArrays
 from tests.strategy.models import (
     SYNCHRONOUS,
     TOLERANCE,
@@ -36,8 +37,9 @@ MODEL_DTYPES = {
 }
 
 
+@pytest.mark.parametrize("rule", ["replay", "mean"])
 @pytest.mark.parametrize("precision", MODEL_DTYPES)
-def test_trains_with_full_windows(precision: Any) -> None:
+def test_trains_with_full_windows(precision: Any, rule: str) -> None:
     """Weights keep the precision's dtype, masters and moments are fp32, and the loss falls."""
     dtypes: dict[str, set[torch.dtype]] = {"grad": set(), "state": set(), "staged": set()}
 
@@ -49,8 +51,9 @@ def test_trains_with_full_windows(precision: Any) -> None:
             assert (hot.master is None) == (matrix.param.dtype == torch.float32)
             state = [hot.exp_avg, hot.exp_avg_sq, host.master, host.exp_avg, host.exp_avg_sq]
             state += [] if hot.master is None else [hot.master]
-            dtypes["state"] |= {tensor.dtype for tensor in [*state, host.accumulator]}
-            dtypes["staged"] |= {host.staging.dtype, host.outgoing.dtype}
+            state += [host.accumulator] if isinstance(host, MeanArrays) else []
+            dtypes["state"] |= {tensor.dtype for tensor in state}
+            dtypes["staged"] |= {running(trainer).cold.sent(matrix).dtype, host.outgoing.dtype}
         for dense in running(trainer).dense.states.values():
             dtypes["state"] |= {dense.exp_avg.dtype, dense.exp_avg_sq.dtype}
 
@@ -58,7 +61,7 @@ def test_trains_with_full_windows(precision: Any) -> None:
     before = module.state_dict()["hidden.weight"].clone()
     fit(
         module,
-        zenflow(**WINDOWED),
+        zenflow(**WINDOWED, cold_rule=rule),
         precision=precision,
         max_epochs=5,
         callbacks=[At("on_train_batch_end", note)],

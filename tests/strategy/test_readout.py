@@ -58,10 +58,12 @@ class Records(Callback):
 # -- the ledger -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rule", ["replay", "mean"])
 @pytest.mark.parametrize("schedule", ["window", "staggered"])
-def test_ledger_and_memory_stay_readable_and_add_up(schedule: str) -> None:
+def test_ledger_and_memory_stay_readable_and_add_up(schedule: str, rule: str) -> None:
     kept = Records()
-    trainer = fit(build(), zenflow(**WINDOWED, schedule=schedule), max_epochs=2, callbacks=[kept])
+    settings = {**WINDOWED, "schedule": schedule, "cold_rule": rule}
+    trainer = fit(build(), zenflow(**settings), max_epochs=2, callbacks=[kept])
     strategy: Any = trainer.strategy
     assert strategy.engine is None
     total = strategy.ledger.summary()
@@ -84,7 +86,12 @@ def test_ledger_and_memory_stay_readable_and_add_up(schedule: str) -> None:
     cold = memory.cold_parameters
     numel = sum(p.numel() for p in build().parameters())
     assert 0 < cold == numel - memory.hot_parameters
-    assert memory.total_bytes == 20 * cold + sum(memory.overheads.values())
+    payload = memory.total_bytes - sum(memory.overheads.values())
+    if rule == "mean":
+        assert payload == 20 * cold
+    else:  # fp32 with a preview: the outgoing copy too; blocks fit tiny matrices badly
+        gradients = (payload - 16 * cold) / 4 / cold
+        assert gradients >= (4.0 if schedule == "window" else 2.5)
 
 
 class Slow(Regression):
@@ -160,7 +167,7 @@ class Stopper(Callback):
         # Merged at the boundary 8; all before it was done when the worker stopped.
         ({**WINDOWED, "update_interval": 2, "update_lag": 1}, 6, 7, "update"),
         # The gradient of step 5 is staged but not added when that of step 6 comes.
-        ({**WINDOWED, "warmup_steps": 4, "update_interval": 8}, 5, 6, "ring"),
+        ({**WINDOWED, "warmup_steps": 4, "update_interval": 8, "cold_rule": "mean"}, 5, 6, "ring"),
     ],
     ids=["synchronous", "late_merge", "ring"],
 )
@@ -298,7 +305,8 @@ def test_other_strategies_are_refused(callback: type[Callback]) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, r"ZenFlow: [\d,]+ cold parameters in 0\.\d MB .* updater processes: 1"),
+        ({}, r'cold_rule="replay": .* steps ahead; [\d,]+ cold parameters .* updater processes: 1'),
+        ({"cold_rule": "mean"}, r'ZenFlow: cold_rule="mean", the paper\'s: .* merged 4 later; '),
         (
             {"topk_ratio": 1.0},
             r"ZenFlow: nothing is offloaded, all [\d,]+ parameters .*topk_ratio=1\.0",

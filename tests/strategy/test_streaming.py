@@ -56,7 +56,11 @@ def fit(module: pl.LightningModule, *callbacks: Callback, **options: Any) -> pl.
         devices=1,
         max_steps=options.pop("max_steps", 14),
         strategy=ZenFlowStrategy(
-            min_offload_numel=100, num_workers=1, update_interval=2, **strategy
+            min_offload_numel=100,
+            num_workers=1,
+            update_interval=2,
+            preview=False,
+            **strategy,
         ),
         callbacks=list(callbacks),
         logger=False,
