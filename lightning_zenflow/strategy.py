@@ -19,7 +19,7 @@ from torch.nn import Embedding, EmbeddingBag, Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.config import DEFAULT_GAIN, ZenFlowConfig
 from lightning_zenflow.device import Device, make_device
 from lightning_zenflow.engine import (
     HostMemory,
@@ -120,7 +120,7 @@ class ZenFlowStrategy(DDPStrategy):
         schedule: Literal["auto", "window", "staggered"] = "auto",
         cold_rule: Literal["replay", "mean"] = "replay",
         preview: bool = True,
-        preview_gain: float = 1.0,
+        preview_gain: float = DEFAULT_GAIN,
         min_offload_numel: int = 65536,
         cold_lr_scale: float = 1.0,
         num_workers: int | Literal["auto"] = "auto",

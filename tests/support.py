@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.optim import Optimizer
 
@@ -75,6 +78,18 @@ def make_engine(optimizer: Optimizer, *, seed: int | None = 0, **settings: Any) 
     )
     pool = UpdaterPool if seed is None else inline(seed)
     return ZenFlowEngine(optimizer, config, make_pool=pool, **extra)
+
+
+def of_each_rule(module: str) -> Any:
+    """An autouse fixture for a test module: every test runs under both rules of the cold half."""
+
+    @pytest.fixture(autouse=True, params=["replay", "mean"])
+    def rule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+        default = partial(make_engine, cold_rule=request.param)
+        monkeypatch.setattr(sys.modules[module], "make_engine", default)
+        return str(request.param)
+
+    return rule
 
 
 def racing_queues(seed: int) -> EmulatedQueues:

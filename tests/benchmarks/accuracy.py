@@ -63,6 +63,8 @@ def rules() -> list[Rule]:
                 Rule("replay, eager step only", replay, extrapolates=False),
                 Rule("replay, no preview", {**replay, "preview": False}),
             ]
+            if ratio == 0.1:
+                found.append(Rule("replay, preview_gain=1", {**replay, "preview_gain": 1.0}))
     return found
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from tests.support import make_engine, set_grads
+from tests.support import make_engine, of_each_rule, set_grads
+
+rule = of_each_rule(__name__)
 
 
 def test_a_changed_matrix_is_warned_about_by_name() -> None:

@@ -9,11 +9,17 @@ import torch
 
 from lightning_zenflow.engine import ZenFlowEngine
 from lightning_zenflow.engine.columns import count_hot
-from tests.support import make_engine
+from tests.support import make_engine, set_grads
 
 BUDGET = 20  # bytes per cold parameter
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(40, 33), (7, 3, 5, 5), (1, 9), (9, 1), (64,), ()]
+
+
+# GPT-2's blocks at width 512, with its embedding; four equal matrices; one that is half of it all.
+GPT_20M = [(4096, 512), *[(1536, 512), (512, 512), (2048, 512), (512, 2048)] * 6]
+SQUARE_20M = [(2048, 2560)] * 4
+UNEVEN_20M = [(20000, 512), *[(1024, 1024)] * 10]
 
 
 def optimizer_for(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> torch.optim.AdamW:
@@ -93,6 +99,54 @@ def test_overheads_of_a_model_of_20_million_parameters_are_small(dtype: torch.dt
         # 8 bytes a cold column, 8 KiB a worker, one page of rounding; some hundred bytes a matrix.
         assert extra <= 8 * 4 * 2304 + 2 * 8192 + 4096 + 4 * 2048
         assert memory.bytes_per_cold_parameter < BUDGET + 0.01
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [(torch.bfloat16, 20.0), (torch.float16, 20.0), (torch.float32, 28.0)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "shapes", [GPT_20M, SQUARE_20M, UNEVEN_20M], ids=["gpt", "square", "uneven"]
+)
+def test_replay_keeps_the_budget(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, limit: float
+) -> None:
+    """At S = 4, all overheads included: 20 bytes a cold parameter, 28 in fp32.
+
+    A model that has half of its parameters in one matrix cannot spread its boundaries: 1 to 2 more.
+    """
+    if shapes is UNEVEN_20M:
+        limit += 1.0 if dtype.itemsize == 2 else 2.0
+    optimizer = optimizer_for(shapes, dtype)
+    with make_engine(
+        optimizer, cold_rule="replay", topk_ratio=0.1, num_workers=2, chunk_elements=524288
+    ) as engine:
+        memory = engine.host_memory
+        assert memory.cold_parameters > 18_000_000
+        assert memory.total_bytes == kernel_bytes(engine)
+        assert memory.bytes_per_cold_parameter <= limit
+
+
+def test_replay_moves_less_than_half_of_the_paper_rule() -> None:
+    """Bytes of the arena that workers read and write, counted, per cold parameter and step at S = 4."""
+    found = {}
+    for rule in ("replay", "mean"):
+        optimizer = optimizer_for([(64, 80)] * 8, torch.bfloat16)
+        params = optimizer.param_groups[0]["params"]
+        with make_engine(optimizer, cold_rule=rule, topk_ratio=0.1, warmup_steps=0) as engine:
+            assert engine.pool is not None
+            moved = []
+            for step in range(1, 41):
+                set_grads(params, step)
+                engine.step()
+                if step in (8, 40):  # whole windows of every phase
+                    engine.synchronize()
+                    moved.append(engine.pool.moved_bytes())
+            found[rule] = (moved[1] - moved[0]) / 32 / engine.host_memory.cold_parameters
+    assert found["replay"] <= 9.0
+    assert 16.0 <= found["mean"] <= 18.5
+    assert found["replay"] < 0.55 * found["mean"]
 
 
 def test_only_touched_pages_are_taken() -> None:

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_zenflow.engine import ZenFlowEngine
-from tests.support import make_engine, set_grads
+from tests.support import make_engine, of_each_rule, set_grads
+
+rule = of_each_rule(__name__)
 
 SHAPES = [(13, 7), (4, 3, 3, 3), (13,), (6, 10)]
 SYNCHRONOUS = {"topk_ratio": 0.3, "update_interval": 1, "update_lag": 0, "select_interval": 1}
@@ -144,7 +146,7 @@ def test_a_used_engine_continues_from_adamw_as_a_fresh_one_does() -> None:
         with make_engine(make_adamw(ours), **LATE) as engine:
             if used:
                 advance(engine, ours, 100, 105)
-                assert any(matrix.window.count for matrix in engine.matrices)
+                assert any(m.window.count + len(m.kept.gradients) for m in engine.matrices)
             with torch.no_grad():
                 for param, value in zip(ours, start, strict=True):
                     param.copy_(value)
@@ -230,7 +232,7 @@ def test_saving_changes_no_bit_of_the_trajectory(lag: int, schedule: str, pool_s
                 advance(engine, params, step, step)
                 if saving:
                     outstanding += any(m.outstanding is not None for m in engine.matrices)
-                    pending += any(m.window.count for m in engine.matrices)
+                    pending += any(m.window.count + len(m.kept.gradients) for m in engine.matrices)
                     engine.state_dict()
                 seen += values(params)
             engine.flush()
@@ -324,7 +326,7 @@ def test_reload_makes_new_values_the_masters_and_drops_what_is_pending(dtype: to
     with make_engine(make_adamw(params), **LATE) as engine:
         advance(engine, params, 1, 6)
         assert any(m.outstanding is not None for m in engine.matrices)
-        assert any(m.window.count for m in engine.matrices)
+        assert any(m.window.count + len(m.kept.gradients) for m in engine.matrices)
         with torch.no_grad():
             for param in params:
                 param.fill_(0.375)
@@ -358,3 +360,15 @@ def test_training_goes_on_from_reloaded_masters_as_adamw_would() -> None:
         advance(engine, ours, LATER + 1, LATER + 4)
         advance(optimizer, theirs, LATER + 1, LATER + 4)
     assert_params_close(ours, theirs)
+
+
+@pytest.mark.parametrize("steps", range(1, 11))
+def test_replayed_moments_are_complete_at_any_step(steps: int) -> None:
+    """Under replay a state saved inside a window has AdamW's moments: kept gradients are in them."""
+    ours, theirs = make_params(), make_params()
+    optimizer = make_adamw(theirs)
+    with make_engine(make_adamw(ours), **{**LATE, "cold_rule": "replay"}) as engine:
+        for step in range(1, steps + 1):
+            for params, stepper in ((ours, engine), (theirs, optimizer)):
+                advance(stepper, params, step, step)
+        assert_same_state(engine.state_dict(), optimizer.state_dict(), TOLERANCE)
