@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,13 @@ from lightning_zenflow.engine.hyper import (
     refuse_direct_step,
 )
 from lightning_zenflow.engine.ledger import StallLedger
-from lightning_zenflow.engine.matrix import Matrix, MatrixShape, build_matrix, matrix_shape
+from lightning_zenflow.engine.matrix import (
+    Matrix,
+    MatrixShape,
+    build_matrix,
+    matrix_shape,
+    why_on_device,
+)
 from lightning_zenflow.engine.mean import MeanHalf
 from lightning_zenflow.engine.migration import migrate, plan
 from lightning_zenflow.engine.replay import ReplayHalf
@@ -39,6 +46,7 @@ from lightning_zenflow.host.layout import HostMatrix, HostSpec, dtype_name
 from lightning_zenflow.host.pool import UpdaterPool
 from lightning_zenflow.host.topology import place_workers
 
+LARGE = 4096  # elements from which a matrix that is not offloaded is worth a word
 PREVIEW_LIMIT = 10.0  # an eager step is at most so many times the gradient's usual size
 
 
@@ -110,7 +118,10 @@ class ZenFlowEngine:
         self.pool: UpdaterPool | None = None
         self._cold: ColdHalf | None = None
         self.matrices: list[Matrix] = []
+        self.kept_on_device: dict[str, str] = {}
         shapes = self._find_matrices()
+        if local_rank == 0:
+            self._warn_of_kept()
         self._numel = sum(p.numel() for p in self._trainable())
         self.device = device if device is not None else self._make_device()
         self._stream: GradientStream | None = None
@@ -156,7 +167,19 @@ class ZenFlowEngine:
             shape = matrix_shape(name, param, self.config.topk_ratio, self.config.min_offload_numel)
             if shape is not None:
                 shapes.append(shape)
+            elif param.numel() >= max(self.config.min_offload_numel, LARGE):
+                reason = why_on_device(param, self.config.topk_ratio)
+                if reason is not None:
+                    self.kept_on_device[name] = reason
         return shapes
+
+    def _warn_of_kept(self) -> None:
+        if self.kept_on_device:
+            found = "; ".join(f"{name}: {reason}" for name, reason in self.kept_on_device.items())
+            warnings.warn(
+                f"these parameters are large and are updated whole on the device all the same: {found}",
+                stacklevel=3,
+            )
 
     def _host_spec(
         self,
@@ -323,7 +346,7 @@ class ZenFlowEngine:
         grad = matrix.param.grad
         assert grad is not None
         check_gradient(matrix.name, grad)
-        return grad.reshape(matrix.rows, matrix.cols).contiguous()
+        return matrix.table(grad).contiguous()
 
     def _arrive(self, matrix: Matrix, grad: Tensor, ready: Event) -> Arrival:
         """Split the coming step's gradient ``[rows, cols]`` and send its cold half.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ class Matrix:
     """A parameter viewed as ``[rows, cols]``, split by columns into a hot and a cold half.
 
     Attributes:
+        order: its dimensions as they lie in memory, which is the order of its columns.
         index: its place in the arena.
         phase: where its boundaries lie in the window (staggered schedule).
         hot: optimizer state of the hot columns; None if there are none (k = 0).
@@ -58,6 +60,7 @@ class Matrix:
     param: Tensor
     rows: int
     cols: int
+    order: tuple[int, ...]
     index: int
     phase: int
     columns: Columns
@@ -105,7 +108,16 @@ class Matrix:
         Made anew each time: users and Lightning may replace ``param.data``. Writes through it do not
         count as versions, as they may be done later, by a queue: see :meth:`mark_changed`.
         """
-        return self.param.data.view(self.rows, self.cols)
+        return self.param.data.permute(self.order).view(self.rows, self.cols)
+
+    def table(self, tensor: Tensor) -> Tensor:
+        """``tensor``, of the parameter's shape, as ``[rows, cols]``; a copy if it lies otherwise in memory."""
+        return tensor.permute(self.order).reshape(self.rows, self.cols)
+
+    def shaped(self, table: Tensor) -> Tensor:
+        """The opposite of :meth:`table`: a view of the parameter's shape."""
+        sizes = [self.param.shape[dim] for dim in self.order]
+        return table.view(sizes).permute([self.order.index(dim) for dim in range(len(sizes))])
 
     def load_masters(self) -> None:
         """Take the parameter's present values as masters of both halves."""
@@ -124,6 +136,7 @@ class MatrixShape:
     rows: int
     cols: int
     n_hot: int
+    order: tuple[int, ...]
 
     @property
     def n_cold(self) -> int:
@@ -135,18 +148,49 @@ def matrix_shape(
 ) -> MatrixShape | None:
     """How ``param`` is split, or None if all of it stays on the device (dense hot).
 
-    Dense hot are: fewer than two dimensions, fewer than ``min_offload_numel`` elements, k = 1, and
-    two kinds that have no columns in memory: parameters that are not contiguous (channels-last), and
-    dtypes wider than fp32, whose masters an fp32 arena could not hold.
+    Dense hot are: fewer than two dimensions, fewer than ``min_offload_numel`` elements, all columns
+    hot, and two kinds that the host half cannot hold: see :func:`why_on_device`.
     """
     if param.ndim < 2 or param.numel() < max(1, min_offload_numel):
-        return None
-    if not param.is_contiguous() or param.dtype.itemsize > 4:
         return None
     rows = param.shape[0]
     cols = param.numel() // rows
     n_hot = count_hot(topk_ratio, cols)
-    return None if n_hot == cols else MatrixShape(name, param, rows, cols, n_hot)
+    order = memory_order(param)
+    if n_hot == cols or order is None or param.dtype.itemsize > 4:
+        return None
+    return MatrixShape(name, param, rows, cols, n_hot, order)
+
+
+def memory_order(param: Tensor) -> tuple[int, ...] | None:
+    """The dimensions from the outermost in memory to the innermost; None if there are no rows in it.
+
+    Rows lie side by side if the elements do and the first dimension is the outermost: so it is in
+    contiguous parameters, and in channels-last convolution weights, whose columns come in another order.
+    """
+    sizes, strides = param.shape, param.stride()
+    # A dimension of one element may have any stride; the first stays first.
+    place = {
+        dim: -strides[dim] if sizes[dim] > 1 else (-math.inf, 1)[dim > 0]
+        for dim in range(param.ndim)
+    }
+    order = tuple(sorted(range(param.ndim), key=lambda dim: (place[dim], dim)))
+    return order if order[0] == 0 and param.permute(order).is_contiguous() else None
+
+
+def why_on_device(param: Tensor, topk_ratio: float) -> str | None:
+    """Why a matrix parameter stays on the device whole although it is large; None if that was asked for."""
+    if topk_ratio == 1.0 or param.ndim < 2:
+        return None
+    if param.dtype.itemsize > 4:
+        return f"its dtype {param.dtype} is wider than the fp32 masters on the host"
+    if memory_order(param) is None:
+        return (
+            f"its rows do not lie side by side in memory (shape {tuple(param.shape)}, strides "
+            f"{param.stride()}; .contiguous() before the optimizer is built puts them there)"
+        )
+    cols = param.numel() // param.shape[0]
+    return f"all of its {cols} columns are hot at topk_ratio={topk_ratio}"
 
 
 def build_matrix(
@@ -171,6 +215,7 @@ def build_matrix(
         param=shape.param,
         rows=shape.rows,
         cols=shape.cols,
+        order=shape.order,
         index=index,
         phase=phase,
         columns=columns,

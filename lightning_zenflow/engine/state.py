@@ -65,7 +65,7 @@ def _join_moments(matrix: Matrix, cold: ColdHalf, hyper: AdamHyper) -> tuple[Ten
         whole[:, matrix.columns.cold.cpu()] = cold_side
         if hot_side is not None:
             whole[:, matrix.columns.hot.cpu()] = hot_side.cpu()
-        joined.append(whole.view(matrix.param.shape))
+        joined.append(matrix.shaped(whole))
     return joined[0], joined[1]
 
 
@@ -140,7 +140,7 @@ def _import_param(engine: ZenFlowEngine, param: Tensor, state: dict[str, Any]) -
         return
     matrix.steps = matrix.updates = steps  # one count for both sides: no rescaling needed
     for key in ("exp_avg", "exp_avg_sq"):
-        whole = state[key].to("cpu", torch.float32).reshape(matrix.rows, matrix.cols)
+        whole = matrix.table(state[key].to("cpu", torch.float32))
         getattr(matrix.arrays, key).copy_(whole.index_select(1, matrix.columns.cold.cpu()))
         if matrix.hot is not None:
             getattr(matrix.hot, key).copy_(whole.index_select(1, matrix.columns.hot.cpu()))

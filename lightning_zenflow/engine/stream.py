@@ -103,7 +103,7 @@ class GradientStream:
             if not self.arrivals:
                 device.on_compute(self._norms.zero_)
             device.squared_norm(grad, self._norms[matrix.index])
-        flat = grad.reshape(matrix.rows, matrix.cols).contiguous()
+        flat = matrix.table(grad).contiguous()
         self.arrivals[matrix] = self._arrive(matrix, flat, device.now())
         device.bound_gradients(discard=self._free)
 
@@ -127,7 +127,7 @@ class GradientStream:
         if arrival.hot_grad is not None:
             first[:, arrival.columns.hot] = arrival.hot_grad.to(param.dtype)
         assert param.grad is not None
-        param.grad = first.view(param.shape) + param.grad
+        param.grad = matrix.shaped(first) + param.grad
         if self.clip_norm is not None:
             self._device.on_compute(self._norms[matrix.index].zero_)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_zenflow.engine import ZenFlowEngine
 from tests.engine.models import TOLERANCE, Kitchen, batches, distance, twins
-from tests.support import make_engine, set_grads
+from tests.support import make_engine, of_each_rule, set_grads
+
+rule = of_each_rule(__name__)
 
 STEPS = 60
 
@@ -165,8 +168,8 @@ def test_a_branch_without_gradient_is_left_alone() -> None:
         assert engine.dense.states[ours.norm.bias].steps == STEPS // 2
 
 
-def test_parameters_that_have_no_columns_stay_on_the_device_and_equal_adamw() -> None:
-    """Channels-last weights, fp64, 0-d, empty, views with gaps, transposes: dense hot, and exact.
+def test_parameters_that_have_no_rows_stay_on_the_device_and_equal_adamw() -> None:
+    """Fp64, 0-d, empty, views with gaps, transposes: dense hot, and exact. Channels-last weights are offloaded.
 
     The gradients are contiguous, as autograd's need not be laid out like the parameter's.
     """
@@ -184,7 +187,8 @@ def test_parameters_that_have_no_columns_stay_on_the_device_and_equal_adamw() ->
     assert ours[4].stride() == (10, 2)
     optimizer = AdamW(theirs, lr=1e-3)
     with make_engine(AdamW(ours, lr=1e-3), **SAME_AS_ADAMW["k=0.3"]) as engine:
-        assert [m.param is ours[-1] for m in engine.matrices] == [True]
+        assert [id(m.param) for m in engine.matrices] == [id(ours[0]), id(ours[-1])]
+        assert engine.kept_on_device == {}, "none of them is large"
         for step in range(1, STEPS + 1):
             set_grads(ours, step)
             set_grads(theirs, step)
@@ -193,3 +197,66 @@ def test_parameters_that_have_no_columns_stay_on_the_device_and_equal_adamw() ->
         for a, b in zip(ours, theirs, strict=True):
             assert torch.allclose(a, b, rtol=0.0, atol=TOLERANCE)
             assert a.stride() == b.stride()
+
+
+def test_channels_last_weights_keep_their_layout_and_their_state() -> None:
+    """Offloaded by columns in the order of memory; the state is AdamW's in shape, order and strides."""
+    value = torch.randn(6, 4, 3, 5).to(memory_format=torch.channels_last)
+    ours, theirs = nn.Parameter(value.clone()), nn.Parameter(value.clone())
+    optimizer = AdamW([theirs], lr=1e-3)
+    settings = {
+        "topk_ratio": 0.2,
+        "update_interval": 3,
+        "select_interval": 3,
+        "cold_rule": "replay",
+    }
+    with make_engine(AdamW([ours], lr=1e-3), **settings) as engine:
+        for step in range(1, 8):
+            set_grads([ours], step)
+            set_grads([theirs], step)
+            engine.step()
+            optimizer.step()
+        saved, expected = engine.state_dict()["state"][0], optimizer.state_dict()["state"][0]
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(saved[key], expected[key], rtol=0.0, atol=TOLERANCE)
+            assert saved[key].stride() == expected[key].stride()
+        engine.load_state_dict(optimizer.state_dict())
+        torch.testing.assert_close(engine.state_dict()["state"][0], expected)
+        engine.flush()
+    assert ours.stride() == value.stride()
+
+
+class Unusual(nn.Module):
+    """Large parameters that cannot be offloaded, and one that can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(64, 80, dtype=torch.float64))
+        self.turned = nn.Parameter(torch.randn(80, 64).t())
+        self.gaps = nn.Parameter(torch.randn(64, 160)[:, ::2])
+        self.single = nn.Parameter(torch.randn(5000, 1))
+        self.small = nn.Parameter(torch.randn(8, 6).t())
+        self.plain = nn.Parameter(torch.randn(64, 80))
+
+
+def test_large_parameters_that_are_not_offloaded_are_named_with_the_reason_once() -> None:
+    module = Unusual()
+    names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with make_engine(AdamW(module.parameters()), names=names) as engine:
+            assert [m.name for m in engine.matrices] == ["plain"]
+            kept = engine.kept_on_device
+    assert sorted(kept) == ["gaps", "single", "turned", "wide"]
+    assert "torch.float64 is wider than the fp32 masters" in kept["wide"]
+    assert "strides (1, 64); .contiguous() before" in kept["turned"]
+    assert "strides (160, 2); .contiguous() before" in kept["gaps"]
+    assert "all of its 1 columns are hot at topk_ratio=0.1" in kept["single"]
+    [message] = [str(w.message) for w in caught]
+    assert all(f"{name}: {reason}" in message for name, reason in kept.items())
+
+
+def test_nothing_is_said_where_all_was_to_stay_on_the_device() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_engine(AdamW(Unusual().parameters()), topk_ratio=1.0).close()
