@@ -345,6 +345,10 @@ class ZenFlowStrategy(DDPStrategy):
             self.engine = None
 
     def teardown(self) -> None:
+        """The optimizer gets its state, as DDP leaves it, unless fit was interrupted with work pending."""
+        engine = self.engine
+        if engine is not None and not engine.pending and not (engine.pool and engine.pool.closed):
+            engine.hand_over()
         self._close_engine()
         super().teardown()
 
@@ -455,8 +459,9 @@ class ZenFlowStrategy(DDPStrategy):
             return self.engine.state_dict()
         if optimizer.param_groups and not optimizer.state:
             rank_zero_warn(
-                "the optimizer's moments were given back when fit ended: this checkpoint holds the "
-                "weights and no optimizer state. Save during fit, e.g. ModelCheckpoint(save_last=True)."
+                "fit ended in the middle of a window and took the optimizer's moments with it: this "
+                "checkpoint holds the weights and no optimizer state. Save during fit, e.g. "
+                "ModelCheckpoint(save_last=True) or OnExceptionCheckpoint."
             )
         return super().optimizer_state(optimizer)
 

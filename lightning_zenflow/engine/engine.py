@@ -39,7 +39,7 @@ from lightning_zenflow.engine.mean import MeanHalf
 from lightning_zenflow.engine.migration import migrate, plan
 from lightning_zenflow.engine.replay import ReplayHalf
 from lightning_zenflow.engine.schedule import Schedule, deal_phases
-from lightning_zenflow.engine.state import export_state, import_state
+from lightning_zenflow.engine.state import export_state, hand_over, import_state
 from lightning_zenflow.engine.stream import Arrival, GradientStream
 from lightning_zenflow.host.blocks import BlockPlan, plan_blocks
 from lightning_zenflow.host.layout import HostMatrix, HostSpec, dtype_name
@@ -545,6 +545,26 @@ class ZenFlowEngine:
         """Continue from a state of plain AdamW's form; see :func:`~.state.import_state`."""
         self._require_open()
         import_state(self, state_dict)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a flush has anything to do."""
+        cold = self._cold
+        return cold is not None and any(cold.pending(matrix) for matrix in self.matrices)
+
+    def hand_over(self) -> None:
+        """Put AdamW's state into the optimizer itself, then close: what training leaves behind.
+
+        The optimizer then is as if it had made all steps; its moments are fp32 and on the CPU.
+
+        Raises:
+            RuntimeError: something is pending (flush first), or the engine is closed.
+        """
+        self._require_open()
+        if self.pending:
+            raise RuntimeError("updates are pending; call flush() before hand_over()")
+        hand_over(self)
+        self.close()
 
     def close(self) -> None:
         """Stop the workers and give the host memory back. Pending work is dropped; flush first."""

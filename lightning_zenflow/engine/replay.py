@@ -197,8 +197,11 @@ class ReplayHalf(ColdHalf):
 
     def moments(self, matrix: Matrix, hyper: AdamHyper) -> tuple[Tensor, Tensor]:
         """Complete: kept gradients are replayed on a copy."""
+        arrays = matrix.arrays
+        if not matrix.kept.gradients:
+            return arrays.exp_avg, arrays.exp_avg_sq
         names = ("master", "exp_avg", "exp_avg_sq")
-        state = {name: getattr(matrix.arrays, name).clone() for name in names}
+        state = {name: getattr(arrays, name).clone() for name in names}
         self._catch_up(matrix, state)
         return state["exp_avg"], state["exp_avg_sq"]
 

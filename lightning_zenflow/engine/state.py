@@ -35,6 +35,23 @@ def export_state(engine: ZenFlowEngine) -> dict[str, Any]:
     return exported
 
 
+def hand_over(engine: ZenFlowEngine) -> None:
+    """Put the state into the optimizer itself, as plain AdamW would hold it, matrix by matrix.
+
+    The arena's pages go as they are read, so this takes no more than one matrix on top of them.
+    """
+    engine.synchronize()
+    for group in engine.optimizer.param_groups:
+        hyper = read_hyper(group)
+        for param in group["params"]:
+            state = _export_param(engine, param, hyper)
+            if state is not None:
+                engine.optimizer.state[param] = state
+            matrix = engine.matrix_of(param)
+            if matrix is not None and engine.pool is not None:
+                engine.pool.arena.discard(matrix.index)
+
+
 def _export_param(
     engine: ZenFlowEngine, param: Tensor, hyper: AdamHyper
 ) -> dict[str, Tensor] | None:

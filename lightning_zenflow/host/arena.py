@@ -182,6 +182,15 @@ class Arena:
         """Where the mapping starts in this process, for page-locking."""
         return int(self.posted_tensor.data_ptr()) - self.layout.posted.offset
 
+    def discard(self, matrix: int) -> None:
+        """Give the pages of a matrix's state back at once; it reads as zero from here."""
+        at = self.layout.matrices[matrix]
+        for region in at.all():
+            start = -(-region.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+            stop = (region.offset + region.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if stop > start:
+                self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
+
     def allocated_bytes(self) -> int:
         """Bytes of the region as the kernel has it (``fstat`` size of the descriptor)."""
         return os.fstat(self.fd).st_size

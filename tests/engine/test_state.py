@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -372,3 +373,43 @@ def test_replayed_moments_are_complete_at_any_step(steps: int) -> None:
             for params, stepper in ((ours, engine), (theirs, optimizer)):
                 advance(stepper, params, step, step)
         assert_same_state(engine.state_dict(), optimizer.state_dict(), TOLERANCE)
+
+
+def test_handing_over_leaves_the_optimizer_as_adamw_would(rule: str) -> None:
+    """The optimizer goes on by itself from there; the engine is closed."""
+    ours, theirs = make_params(), make_params()
+    mine, optimizer = make_adamw(ours), make_adamw(theirs)
+    engine = make_engine(mine, **SYNCHRONOUS)
+    advance(engine, ours, 1, EARLIER)
+    engine.hand_over()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.step()
+    advance(optimizer, theirs, 1, EARLIER)
+    assert_same_state(mine.state_dict(), optimizer.state_dict(), TOLERANCE)
+    advance(mine, ours, EARLIER + 1, LATER)
+    advance(optimizer, theirs, EARLIER + 1, LATER)
+    assert_params_close(ours, theirs)
+
+
+def test_nothing_is_handed_over_with_work_pending(rule: str) -> None:
+    params = make_params()
+    with make_engine(make_adamw(params), **LATE) as engine:
+        advance(engine, params, 1, 2)
+        with pytest.raises(RuntimeError, match=r"call flush\(\) before hand_over"):
+            engine.hand_over()
+        engine.flush()
+        engine.hand_over()
+
+
+def test_handing_over_gives_memory_back_as_it_goes(rule: str) -> None:
+    """At its end the pages of all matrices are gone, before the arena is."""
+    params = [torch.randn(512, 512).requires_grad_() for _ in range(3)]
+    optimizer = AdamW(params)
+    with make_engine(optimizer, **SYNCHRONOUS) as engine:
+        advance(engine, params, 1, 2)
+        assert engine.pool is not None
+        arena = engine.pool.arena
+        before = os.fstat(arena.fd).st_blocks * 512
+        for matrix in engine.matrices:
+            arena.discard(matrix.index)
+        assert os.fstat(arena.fd).st_blocks * 512 < 0.45 * before

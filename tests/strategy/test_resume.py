@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -283,13 +283,51 @@ def test_weights_only_saving_and_loading(sources: dict[str, Source], tmp_path: P
     assert distance(weights(module), sources["zenflow"].end) <= TOLERANCE
 
 
-def test_saving_after_fit_says_that_it_holds_weights_only(tmp_path: Path) -> None:
-    module = build()
-    trainer = fit(module, zenflow(**WINDOWED), max_steps=2)
+def test_saving_after_fit_is_as_complete_as_with_ddp(tmp_path: Path) -> None:
+    """The workers and the arena are gone, the optimizer has its state, and training can go on from it."""
+    states = {}
+    for name in STRATEGIES:
+        module = build()
+        trainer = fit(module, zenflow(**SYNCHRONOUS) if name == "zenflow" else name, max_steps=5)
+        trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+        saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+        assert same_bits(saved["state_dict"], weights(module))
+        states[name] = saved["optimizer_states"][0]["state"]
+    ours, theirs = states["zenflow"], states["ddp"]
+    assert form(ours) == form(theirs)
+    for index, entry in theirs.items():
+        for key, value in entry.items():
+            torch.testing.assert_close(ours[index][key], value, rtol=0.0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("rule", ["replay", "mean"])
+def test_saving_after_fit_equals_saving_at_its_end(tmp_path: Path, rule: str) -> None:
+    settings = {**WINDOWED, "cold_rule": rule}
+    last = ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=True)
+    trainer = fit(
+        build(), zenflow(**settings), max_epochs=1, enable_checkpointing=True, callbacks=[last]
+    )
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    end, after = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("last", "after")
+    )
+    assert same_bits(end["state_dict"], after["state_dict"])
+    torch.testing.assert_close(
+        after["optimizer_states"][0]["state"], end["optimizer_states"][0]["state"], rtol=0, atol=0
+    )
+
+
+def test_saving_after_an_interrupted_fit_says_that_it_holds_weights_only(tmp_path: Path) -> None:
+    def fail(trainer: pl.Trainer, module: Any) -> None:
+        if trainer.global_step == 2:
+            raise ZeroDivisionError("from the user's callback")
+
+    trainer = make_trainer(zenflow(**WINDOWED), callbacks=[At("on_train_batch_start", fail)])
+    with isolated(), pytest.raises(ZeroDivisionError):
+        trainer.fit(build(), loader())
     with pytest.warns(UserWarning, match=r"weights and no optimizer state.*ModelCheckpoint"):
         trainer.save_checkpoint(tmp_path / "after.ckpt")
     saved = torch.load(tmp_path / "after.ckpt", weights_only=True)
-    assert same_bits(saved["state_dict"], weights(module))
     assert saved["optimizer_states"][0]["state"] == {}
 
 
