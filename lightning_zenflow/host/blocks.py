@@ -17,7 +17,8 @@ from lightning_zenflow.host.layout import ALIGN, HostMatrix, cut_rows
 
 Blocks = npt.NDArray[np.int32]
 
-SIZES = 16  # block sizes that are compared, between a quarter of the limit and the limit
+SIZES = 16  # block sizes that are compared: so many equal steps up to the limit
+TOLERANCE = 1.01  # larger blocks mean less work in the trainer, and may waste so much more than the best
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def plan_blocks(
     lag: int,
     chunk_elements: int,
 ) -> BlockPlan:
-    """The block size that wastes least, and as many blocks as the schedule needs.
+    """The largest block size that wastes next to nothing, and as many blocks as the schedule needs.
 
     At the end of a step a matrix with phase f holds 1 to S gradients, S at its boundary. The pool has
     room for the step at which all matrices together hold most. With a lag the matrices whose update
@@ -52,11 +53,13 @@ def plan_blocks(
         chunk_elements: upper bound of a chunk's elements (of the widest dtype), rows permitting.
     """
     plans = []
-    for part in range(SIZES // 4, SIZES + 1):
+    for part in range(1, SIZES + 1):
         limit = max(1, chunk_elements * part // SIZES)
         nbytes = _block_bytes(matrices, limit)
         plans.append(BlockPlan(nbytes, _count(matrices, phases, interval, lag, nbytes)))
-    return min(plans, key=lambda plan: (plan.nbytes * plan.count, -plan.nbytes))
+    least = min(plan.nbytes * plan.count for plan in plans)
+    good = [plan for plan in plans if plan.nbytes * plan.count <= TOLERANCE * least]
+    return max(good, key=lambda plan: plan.nbytes)
 
 
 def _block_bytes(matrices: Sequence[HostMatrix], limit: int) -> int:

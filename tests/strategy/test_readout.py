@@ -165,7 +165,7 @@ class Stopper(Callback):
         # The update of a step that waits for it.
         (SYNCHRONOUS, 5, 5, "update"),
         # Merged at the boundary 8; all before it was done when the worker stopped.
-        ({**WINDOWED, "update_interval": 2, "update_lag": 1}, 6, 7, "update"),
+        ({**WINDOWED, "update_interval": 2, "update_lag": 1, "schedule": "window"}, 6, 7, "update"),
         # The gradient of step 5 is staged but not added when that of step 6 comes.
         ({**WINDOWED, "warmup_steps": 4, "update_interval": 8, "cold_rule": "mean"}, 5, 6, "ring"),
     ],
