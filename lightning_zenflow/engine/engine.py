@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -23,50 +21,27 @@ from lightning_zenflow.engine.hot import update_hot
 from lightning_zenflow.engine.hyper import (
     check_gradient,
     check_optimizer,
-    check_parameter,
     read_hyper,
     refuse_direct_step,
 )
 from lightning_zenflow.engine.ledger import StallLedger
-from lightning_zenflow.engine.matrix import (
-    Matrix,
-    MatrixShape,
-    build_matrix,
-    matrix_shape,
-    why_on_device,
-)
-from lightning_zenflow.engine.mean import MeanHalf
+from lightning_zenflow.engine.matrix import Matrix, build_matrix
 from lightning_zenflow.engine.migration import migrate, plan
-from lightning_zenflow.engine.replay import ReplayHalf
 from lightning_zenflow.engine.schedule import Schedule, deal_phases
+from lightning_zenflow.engine.setup import (
+    find_matrices,
+    host_spec,
+    make_cold,
+    measure_memory,
+    warn_of_kept,
+)
 from lightning_zenflow.engine.state import export_state, hand_over, import_state
 from lightning_zenflow.engine.stream import Arrival, GradientStream
-from lightning_zenflow.host.blocks import BlockPlan, plan_blocks
-from lightning_zenflow.host.layout import HostMatrix, HostSpec, dtype_name
+from lightning_zenflow.host.layout import HostSpec
 from lightning_zenflow.host.pool import UpdaterPool
 from lightning_zenflow.host.topology import place_workers
 
-LARGE = 4096  # elements from which a matrix that is not offloaded is worth a word
 PREVIEW_LIMIT = 10.0  # an eager step is at most so many times the gradient's usual size
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """What the host half takes, as the engine laid it out.
-
-    ``total_bytes`` is the size of the arena; ``overheads`` are its parts beyond the budget per cold
-    parameter (control area, per-column factors, padding).
-    """
-
-    total_bytes: int
-    cold_parameters: int
-    hot_parameters: int
-    overheads: dict[str, int]
-
-    @property
-    def bytes_per_cold_parameter(self) -> float:
-        """Arena bytes for each cold parameter, overheads included; 0 without cold parameters."""
-        return self.total_bytes / self.cold_parameters if self.cold_parameters else 0.0
 
 
 class ZenFlowEngine:
@@ -118,21 +93,27 @@ class ZenFlowEngine:
         self.pool: UpdaterPool | None = None
         self._cold: ColdHalf | None = None
         self.matrices: list[Matrix] = []
-        self.kept_on_device: dict[str, str] = {}
-        shapes = self._find_matrices()
+        params = self._trainable()
+        for number, param in enumerate(params):
+            self._names.setdefault(param, f"#{number}")
+        shapes, self.kept_on_device = find_matrices({p: self._names[p] for p in params}, config)
         if local_rank == 0:
-            self._warn_of_kept()
-        self._numel = sum(p.numel() for p in self._trainable())
+            warn_of_kept(self.kept_on_device)
         self.device = device if device is not None else self._make_device()
         self._stream: GradientStream | None = None
         if shapes:
             phases = deal_phases(
                 [s.rows * s.n_cold for s in shapes], config.update_interval, config.staggered
             )
-            spec = self._host_spec(shapes, phases, local_rank, local_ranks, delay_us)
-            self.pool = make_pool(spec)
+            placement = place_workers(
+                config.num_workers,
+                config.threads_per_worker,
+                local_rank=local_rank,
+                local_ranks=local_ranks,
+            )
+            self.pool = make_pool(host_spec(config, shapes, phases, placement, delay_us))
             self.device.queues.pin(self.pool.arena.address, self.pool.arena.layout.total_bytes)
-            self._cold = self._make_cold(self.pool)
+            self._cold = make_cold(config, self.pool, self.device, self.ledger)
             self.matrices = [
                 build_matrix(shape, index, phases[index], arrays, eager=config.eager_gain > 0.0)
                 for index, (shape, arrays) in enumerate(
@@ -140,7 +121,7 @@ class ZenFlowEngine:
                 )
             ]
         self._by_param: dict[Tensor, Matrix] = {m.param: m for m in self.matrices}
-        self.host_memory = self._measure_memory()
+        self.host_memory = measure_memory(self.pool, sum(p.numel() for p in params))
         self._guard = optimizer.register_step_pre_hook(refuse_direct_step)
 
     # -- set-up -----------------------------------------------------------------------------------
@@ -158,83 +139,6 @@ class ZenFlowEngine:
                 "engine of their own"
             )
         return make_device(torch.device(devices[0]))
-
-    def _find_matrices(self) -> list[MatrixShape]:
-        shapes = []
-        for number, param in enumerate(self._trainable()):
-            name = self._names.setdefault(param, f"#{number}")
-            check_parameter(name, param)
-            shape = matrix_shape(name, param, self.config.topk_ratio, self.config.min_offload_numel)
-            if shape is not None:
-                shapes.append(shape)
-            elif param.numel() >= max(self.config.min_offload_numel, LARGE):
-                reason = why_on_device(param, self.config.topk_ratio)
-                if reason is not None:
-                    self.kept_on_device[name] = reason
-        return shapes
-
-    def _warn_of_kept(self) -> None:
-        if self.kept_on_device:
-            found = "; ".join(f"{name}: {reason}" for name, reason in self.kept_on_device.items())
-            warnings.warn(
-                f"these parameters are large and are updated whole on the device all the same: {found}",
-                stacklevel=3,
-            )
-
-    def _host_spec(
-        self,
-        shapes: Sequence[MatrixShape],
-        phases: Sequence[int],
-        local_rank: int,
-        local_ranks: int,
-        delay_us: int,
-    ) -> HostSpec:
-        config = self.config
-        placement = place_workers(
-            config.num_workers,
-            config.threads_per_worker,
-            local_rank=local_rank,
-            local_ranks=local_ranks,
-        )
-        matrices = [HostMatrix(s.rows, s.n_cold, dtype_name(s.param.dtype)) for s in shapes]
-        blocks = BlockPlan(0, 0)
-        if config.cold_rule == "replay":
-            blocks = plan_blocks(
-                matrices,
-                phases,
-                interval=config.update_interval,
-                lag=config.lag,
-                chunk_elements=config.chunk_elements,
-            )
-        return HostSpec(
-            matrices=matrices,
-            workers=placement.workers,
-            threads=placement.threads,
-            chunk_elements=config.chunk_elements,
-            rule=config.cold_rule,
-            window=config.update_interval,
-            block_bytes=blocks.nbytes,
-            blocks=blocks.count,
-            looks_ahead=config.horizon > 0,
-            affinity=placement.affinity,
-            delay_us=delay_us,
-        )
-
-    def _make_cold(self, pool: UpdaterPool) -> ColdHalf:
-        if self.config.cold_rule == "replay":
-            return ReplayHalf(pool, self.device, self.ledger, self.config.horizon)
-        return MeanHalf(pool, self.device, self.ledger, self.config.cold_lr_scale)
-
-    def _measure_memory(self) -> HostMemory:
-        if self.pool is None:
-            return HostMemory(0, 0, self._numel, {})
-        layout = self.pool.arena.layout
-        return HostMemory(
-            total_bytes=layout.total_bytes,
-            cold_parameters=layout.cold_elements,
-            hot_parameters=self._numel - layout.cold_elements,
-            overheads=dict(layout.overheads()),
-        )
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -426,7 +330,7 @@ class ZenFlowEngine:
             self.matrices,
             self.device,
             self._arrive,
-            self.cold.sent,
+            lambda matrix: self.cold.sent(matrix),
             clip_norm=clip_norm,
             free=free,
         )

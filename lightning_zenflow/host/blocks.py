@@ -18,7 +18,9 @@ from lightning_zenflow.host.layout import ALIGN, HostMatrix, cut_rows
 Blocks = npt.NDArray[np.int32]
 
 SIZES = 16  # block sizes that are compared: so many equal steps up to the limit
-TOLERANCE = 1.01  # larger blocks mean less work in the trainer, and may waste so much more than the best
+TOLERANCE = (
+    1.01  # larger blocks mean less work in the trainer, and may waste so much more than the best
+)
 
 
 @dataclass(frozen=True)
