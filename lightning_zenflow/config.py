@@ -346,6 +346,11 @@ _STEP_NOTE = (
     "replaces its gradient_accumulation_steps). Here they count optimizer steps, after "
     "accumulate_grad_batches; with accumulate_grad_batches=1 both are the same."
 )
+_RULE_NOTE = (
+    'DeepSpeed updates cold columns with a mean gradient, our cold_rule="mean"; imported is our default, '
+    "\"replay\", which keeps AdamW's masters exactly. For DeepSpeed's: "
+    'dataclasses.replace(config, cold_rule="mean").'
+)
 
 
 def explain_deepspeed(config: Mapping[str, Any]) -> DeepSpeedImport:
@@ -472,4 +477,4 @@ def _message(
     for name, why in refused.items():
         given = repr(block.get(name, _DEEPSPEED_DEFAULTS.get(name)))
         lines.append(f"  refused: {name}={given}: {why}")
-    return "\n".join([*lines, f"  note: {_STEP_NOTE}"])
+    return "\n".join([*lines, f"  note: {_STEP_NOTE}", f"  note: {_RULE_NOTE}"])
