@@ -66,16 +66,24 @@ class TorchKernels:
         step: EagerStep,
     ) -> None:
         scale = (mean_squares / step.correction).sqrt_().add_(step.eps)
-        # Over all columns, as that needs no index: a hot one moves by nothing.
-        reaction = torch.div(grad, scale).clamp_(-step.limit, step.limit)
-        reaction[:, columns.hot] = 0.0
-        if param.dtype == torch.float32:
-            param.sub_(reaction, alpha=step.size)
-        else:
-            param.copy_(param.to(torch.float32).sub_(reaction, alpha=step.size))
+        # Piece by piece: no second gradient in fp32 on the device.
+        for part, values in zip(_pieces(grad), _pieces(param), strict=True):
+            # Over all columns, as that needs no index: a hot one moves by nothing.
+            reaction = torch.div(part, scale).clamp_(-step.limit, step.limit)
+            reaction[:, columns.hot] = 0.0
+            if param.dtype == torch.float32:
+                values.sub_(reaction, alpha=step.size)
+            else:
+                values.copy_(values.to(torch.float32).sub_(reaction, alpha=step.size))
 
     def merge(self, param: Tensor, columns: Columns, start: int, stop: int, values: Tensor) -> None:
         _scatter(param[start:stop], columns.cold, values)
+
+
+def _pieces(matrix: Tensor) -> tuple[Tensor, ...]:
+    """Ranges of rows: such that they stay in a CPU's cache, or such that a GPU is busy with each."""
+    elements = 1 << 18 if matrix.device.type == "cpu" else 1 << 24
+    return matrix.split(max(1, elements // matrix.shape[1]))
 
 
 def _scatter(param: Tensor, columns: Tensor, values: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.arithmetic import AdamHyper
-from lightning_zenflow.device import Columns, HotState
+from lightning_zenflow.device import Columns, EagerStep, HotState
 from lightning_zenflow.device.torch_kernels import TorchKernels
 
 KERNELS = TorchKernels()
@@ -221,3 +221,46 @@ def test_squared_norm_of_16_bit_data_is_summed_in_fp32() -> None:
     out = torch.empty(1)
     KERNELS.squared_norm(torch.full((1000,), 1e3, dtype=torch.float16), out)
     assert float(out) == pytest.approx(1e9, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (7, 5), (40, 33)])
+def test_mean_squares_are_the_moving_average_of_adamws_second_moment(
+    dtype: torch.dtype, rows: int, cols: int
+) -> None:
+    gen = torch.Generator().manual_seed(4)
+    found, expected = torch.zeros(cols), torch.zeros(cols, dtype=torch.float64)
+    for _ in range(5):
+        grad = torch.randn(rows, cols, generator=gen).to(dtype)
+        TorchKernels().track_squares(grad, found, 0.98)
+        expected = 0.98 * expected + 0.02 * grad.double().square().mean(dim=0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hot", [[], [1], [0, 3, 4]])
+def test_the_eager_step_moves_cold_columns_by_the_formula(
+    dtype: torch.dtype, hot: list[int]
+) -> None:
+    gen = torch.Generator().manual_seed(5)
+    rows, cols = 9, 5
+    param = torch.randn(rows, cols, generator=gen).to(dtype)
+    grad = torch.randn(rows, cols, generator=gen).to(dtype)
+    grad[2, 2] = 50.0  # beyond the limit
+    grad[:, 1] = 0.0  # with a mean square of zero: nothing moves, and eps keeps it finite
+    mean_squares = torch.tensor([1.0, 0.0, 0.5, 2.0, 0.1])
+    cold = [j for j in range(cols) if j not in hot]
+    step = EagerStep(size=0.01, correction=0.5, eps=1e-8, limit=10.0)
+    scale = (mean_squares.double() / 0.5).sqrt() + 1e-8
+    moved = 0.01 * (grad.double() / scale).clamp(-10.0, 10.0)
+    expected = param.double() - moved
+    expected[:, hot] = param[:, hot].double()
+    before = param.clone()
+    columns = Columns.of(torch.tensor(hot, dtype=torch.int64), torch.tensor(cold))
+    TorchKernels().preview(param, columns, grad, mean_squares, step)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    torch.testing.assert_close(param.double(), expected, rtol=tolerance, atol=1e-7)
+    assert torch.equal(param[:, hot], before[:, hot])
+    assert param[2, 2].item() == pytest.approx(
+        before[2, 2].item() - (0.1 if 2 in cold else 0.0), rel=1e-2
+    )

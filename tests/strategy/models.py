@@ -31,7 +31,7 @@ SYNCHRONOUS: dict[str, Any] = {
 """Settings under which ZenFlow is AdamW, with a new choice of hot columns at every step."""
 
 WINDOWED: dict[str, Any] = {"topk_ratio": 0.3, "update_interval": 4, "select_interval": 4}
-"""Settings under which gradients are pending between steps (S = L = 4)."""
+"""Settings under which gradients are pending between steps (S = 4, L as the rule has it)."""
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 MakeScheduler = Callable[[Optimizer], Any]
