@@ -83,7 +83,7 @@ class TorchKernels:
 def _pieces(matrix: Tensor) -> tuple[Tensor, ...]:
     """Ranges of rows: such that they stay in a CPU's cache, or such that a GPU is busy with each."""
     elements = 1 << 18 if matrix.device.type == "cpu" else 1 << 24
-    return matrix.split(max(1, elements // matrix.shape[1]))
+    return torch.split(matrix, max(1, elements // matrix.shape[1]))
 
 
 def _scatter(param: Tensor, columns: Tensor, values: Tensor) -> None:
