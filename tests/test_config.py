@@ -40,7 +40,7 @@ DEFAULTS = {
     "schedule": "auto",
     "cold_rule": "replay",
     "preview": True,
-    "preview_gain": 1.5,
+    "preview_gain": 1.25,
     "min_offload_numel": 65536,
     "cold_lr_scale": 1.0,
     "num_workers": "auto",
@@ -55,7 +55,7 @@ def test_defaults() -> None:
     config = ZenFlowConfig()
     assert config.to_dict() == DEFAULTS
     assert (config.lag, config.select_every, config.staggered) == (1, 16, True)
-    assert (config.previews, config.horizon, config.eager_gain) == (True, 3, 1.5)
+    assert (config.previews, config.horizon, config.eager_gain) == (True, 3, 1.25)
 
 
 def test_the_papers_rule_has_the_papers_defaults() -> None:
@@ -220,7 +220,7 @@ def valid_fields(draw: st.DrawFn) -> dict[str, Any]:
         "schedule": draw(st.sampled_from(["auto", "window", "staggered"])),
         "cold_rule": rule,
         "preview": preview,
-        "preview_gain": draw(st.floats(0, 10)) if preview and rule == "replay" else 1.5,
+        "preview_gain": draw(st.floats(0, 10)) if preview and rule == "replay" else 1.25,
         "min_offload_numel": draw(st.integers(0, 2**63)),
         "cold_lr_scale": draw(SCALES) if rule == "mean" else 1.0,
         "num_workers": draw(AUTO_OR_COUNT),

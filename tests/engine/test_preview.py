@@ -120,6 +120,6 @@ def test_the_preview_moves_no_master() -> None:
 def test_gradients_cannot_stream_while_they_are_needed() -> None:
     optimizer = torch.optim.AdamW([torch.zeros(4, 4, requires_grad=True)])
     with make_engine(optimizer, cold_rule="replay") as engine:
-        with pytest.raises(ValueError, match=r"preview_gain=1\.5\); set preview=False"):
+        with pytest.raises(ValueError, match=r"preview_gain=1\.25\); set preview=False"):
             engine.stream_gradients()
         assert not engine.streaming
