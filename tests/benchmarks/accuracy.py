@@ -64,7 +64,10 @@ def rules() -> list[Rule]:
                 Rule("replay, no preview", {**replay, "preview": False}),
             ]
             if ratio == 0.1:
-                found += [Rule(f"replay, preview_gain={g}", {**replay, "preview_gain": g}) for g in (1.0, 1.5)]
+                found += [
+                    Rule(f"replay, preview_gain={g}", {**replay, "preview_gain": g})
+                    for g in (1.0, 1.5)
+                ]
     return found
 
 
